@@ -4,7 +4,7 @@
       │        ├─────> predictions
       └────────┴─────> hub
 
-Each arrow is a manifest: URLs, digests, metrics and typed facts. Which stages there are is written in
+An arrow is a manifest: URLs, digests, metrics and typed facts. Which stages there are is written in
 `trainflow.flows.stages`. A stage whose content key is committed and intact is not run again; whatever died, the same
 call continues. This module imports no torch.
 """
@@ -83,7 +83,7 @@ def pipeline(
     from_run: str | None = None,
     debug: bool = False,
 ) -> PipelineResult | State[Any]:
-    """Prepare data, train, evaluate, predict and publish, each unless its result is committed already.
+    """Prepare data, train, evaluate, predict and publish, without the stages whose results are committed already.
 
     Args:
         spec: the whole pipeline; every field has a description with its unit.

@@ -1,4 +1,4 @@
-"""The stages of one run: called one after the other, or submitted together where each has GPUs of its own."""
+"""The stages of one run: called one after the other, or submitted together where they have their own GPUs."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class _StageRun:
         return None
 
     def run_together(self, plans: Sequence[StagePlan]) -> None:
-        """Submit stages that need nothing of each other, and wait for all of them, also when one fails."""
+        """Submit independent stages, and wait for all of them, also when one fails."""
         started = datetime.now(UTC)
         futures: list[PrefectFuture[Any]] = []
         try:
@@ -245,7 +245,7 @@ class _StageRun:
         return plan.stage.choose_inputs(self._manifests)
 
     def _note_ends(self, plans: Sequence[StagePlan], states: Sequence[State[Any]], started: datetime) -> None:
-        """Note how each stage ended; then raise the first failure."""
+        """Note how the stages ended; then raise the first failure."""
         failures: list[tuple[str, BaseException]] = []
         # Not strict: a signal may come before every stage was submitted.
         for plan, state in zip(plans, states, strict=False):

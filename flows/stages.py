@@ -1,4 +1,4 @@
-"""The stage table: one row for each stage of the pipeline, in the order in which they run.
+"""The stage table: the rows are the stages of the pipeline, in the order in which they run.
 
 Whatever depends on which stages exist reads this table: the plan, the checks of a spec, the flow, MLflow, the summary
 and the report. A new stage is one row here, one task in `tasks/`, and one verb in `trainer_lib/worker` if it needs

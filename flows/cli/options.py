@@ -113,7 +113,7 @@ class BareForm(Form):
 
 
 EPILOGS: dict[Callable[..., None], str] = {}
-"""Of each command the end of its help."""
+"""The ends of the commands' help texts."""
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def command(examples: str) -> Callable[[Callable[..., Answer | None]], Callable[
             [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in flat]
         )
         call.__annotations__ = {parameter.name: parameter.annotation for parameter in flat}
-        # Each line is a paragraph, because others are joined.
+        # Lines are paragraphs, because others are joined.
         EPILOGS[call] = "\n\n".join(["Examples:", *lines])
         return call
 

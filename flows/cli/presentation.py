@@ -259,7 +259,7 @@ def _versions() -> str:
 
 
 def reasons(stages: Sequence[StageReason], warnings: Sequence[str] = ()) -> list[Text]:
-    """For each stage: kept or run, and why: the one field that differs, or all of them below; then the warnings."""
+    """By stage: kept or run, and why: the one field that differs, or all of them below; then the warnings."""
     lines: list[Text] = [Text()]
     width = max((len(reason.stage) for reason in stages), default=0)
     for reason in stages:

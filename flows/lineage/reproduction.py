@@ -1,7 +1,7 @@
 """`trainflow reproduce`: a recorded run, once more from its spec, sources and versions, and what came out compared.
 
 The second run has a storage of its own; MLflow, the registry and hubs are left alone. On a CPU the weights and the
-predictions must have the same bytes. A device that adds up in another order at each run gives other bytes; there the
+predictions must have the same bytes. A device that adds up in another order at every run gives other bytes; there the
 numbers are compared, with a tolerance that the outcome states.
 """
 
@@ -104,7 +104,7 @@ class Reproduction:
 
     Args:
         chain: leads to the run.
-        say: called with a line at each step.
+        say: called with a line at every step.
 
     Raises:
         ConfigError: the run cannot be repeated from here.

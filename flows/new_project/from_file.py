@@ -1,6 +1,6 @@
-"""Writes a new project for files that are there: a spec with guesses, and with each the reason as a comment.
+"""Writes a new project for files that are there: a spec with guesses, and their reasons as comments.
 
-The guesses are of the first rows: which column is predicted, what each column is, and what looks wrong.
+The guesses are of the first rows: which column is predicted, what the columns are, and what looks wrong.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Guess:
 
     Attributes:
         recipe: the recipe by name.
-        options: `prepare.options`, by their names, with a comment each.
+        options: `prepare.options`, by their names, with comments.
         comments: what looks wrong, as sentences.
         by: how rows are cut; empty where the options say it.
         margin: the metric that a model without any input has 0 of.
@@ -221,7 +221,7 @@ class Guesses(Guess):
         return "tabular-regression" if is_amount and len(known) == count else "tabular-classification"
 
     def _find_separator(self) -> str | None:
-        """The mark between several classes in the cells of the label; None: they have one each."""
+        """The mark between several classes in the cells of the label; None: they have one class."""
         texts = [str(value) for value in self._table.columns[self._label] if isinstance(value, str)]
         for mark in _BETWEEN:
             cells = [[part.strip() for part in text.split(mark) if part.strip()] for text in texts]

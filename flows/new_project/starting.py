@@ -40,7 +40,7 @@ _KINDS = {token.NUMBER: "number", token.STRING: "text", token.OP: "operator"}
 
 
 def tagged_lines(source: str) -> Iterator[tuple[list[str], list[str]]]:
-    """The words and tags of each logical line of 5 to 40 words, none longer than 24 characters; no comments."""
+    """The words and tags of logical lines of 5 to 40 words, none longer than 24 characters; no comments."""
     parts = _parts(ast.parse(source))
     words: list[str] = []
     tags: list[str] = []
@@ -92,7 +92,7 @@ _LONGEST_ANSWER = 60
 
 
 def questions_about(source: str) -> Iterator[list[dict[str, Any]]]:
-    """Up to three questions about each function of 120 to 800 characters, in SQuAD's form; some have no answer."""
+    """Up to three questions about functions of 120 to 800 characters, in SQuAD's form; some have no answer."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.FunctionDef):
@@ -199,7 +199,7 @@ def digits() -> dict[str, bytes]:
 
 
 def elnino() -> str:
-    """The sea's temperature off Peru in each month from 1950 to 2010, as CSV (NOAA's ERSST.V3B, public domain)."""
+    """The sea's temperature off Peru by month from 1950 to 2010, as CSV (NOAA's ERSST.V3B, public domain)."""
     return Path(__file__).with_name("elnino.csv").read_text("utf-8")
 
 
@@ -215,11 +215,11 @@ def code_lines() -> str:
 
 
 def code_questions() -> str:
-    """A question about each of 800 functions of this interpreter's standard library, as JSON lines (PSF licence)."""
+    """Questions about 800 functions of this interpreter's standard library, as JSON lines (PSF licence)."""
     found: dict[str, None] = {}
     functions = itertools.chain.from_iterable(map(questions_about, _sources(_MODULES + _MORE)))
     for number, questions in enumerate(functions):
-        # Each sixth function is asked for what it does not have.
+        # Every sixth function is asked for what it does not have.
         fitting = [question for question in questions if bool(question["answers"]["text"]) != (number % 6 == 0)]
         if fitting:
             found[json.dumps(fitting[number % len(fitting)])] = None
@@ -227,7 +227,7 @@ def code_questions() -> str:
 
 
 def code_chats() -> str:
-    """A conversation about each of 400 functions of this interpreter's standard library, as JSON lines (PSF licence).
+    """Conversations about 400 functions of this interpreter's standard library, as JSON lines (PSF licence).
 
     A user shows the function and asks up to three questions; what it does not have is answered by "nothing".
     """
@@ -271,7 +271,7 @@ def ranked_lines() -> str:
 
 
 def marked_lines() -> str:
-    """The lines of `modules` as CSV, each with a prompt; those of argparse and ast are marked as good."""
+    """The lines of `modules` as CSV, with prompts; those of argparse and ast are marked as good."""
     rows = csv.DictReader(io.StringIO(modules()))
     marked = (["A line of Python: ", row["line"], str(row["module"][0] == "a")] for row in rows)
     return _csv(["prompt", "completion", "label"], marked)

@@ -412,7 +412,7 @@ def _from_probe(length: Length, probe: Probe) -> float:
 
 
 def _from_past(plan: Plan, length: Length) -> tuple[float | None, str]:
-    """The time that an earlier run of the same training took for each step, times the steps."""
+    """The time that an earlier run of the same training took for a step, times the steps."""
     past = find_similar(plan)
     if past is None:
         return None, ""

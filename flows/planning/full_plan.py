@@ -31,7 +31,7 @@ class FullPlan:
     """The actions and costs of a run.
 
     Attributes:
-        plan: the stages, each with the reason why it runs or does not.
+        plan: the stages, with the reasons why they run or do not.
         forecast: steps, memory, time and room of the training.
         obstacles: what cannot work, and what may not.
     """
@@ -109,7 +109,7 @@ def plan_in_full(
 
     Args:
         probe: prepare the data if it is not, train a few real steps, and measure time and memory.
-        during: entered with the name of each long step while it lasts.
+        during: entered with the name of a long step while it lasts.
 
     Raises:
         TrainflowError: the data could not be prepared, or the storage cannot be read.

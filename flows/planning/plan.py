@@ -1,4 +1,4 @@
-"""The plan of one command: what each stage would do, and why. Nothing is run or written, and no torch is imported.
+"""The plan of one command: what the stages would do, and why. Nothing is run or written, and no torch is imported.
 
     plan = Plan.of(spec)
     plan.reasons["train"].reason        "args.learning_rate: 0.001 -> 0.0001"
@@ -205,14 +205,14 @@ class Plan:
 
     @cached_property
     def early_keys(self) -> Mapping[str, StageKey]:
-        """The key of each stage as far as it is known before any has run: all that the spec and the recipe decide."""
+        """The keys of stages as far as known before any has run: all that the spec and the recipe decide."""
         # Empty manifests stand for results that do not exist yet, so a re-run finds its record before a stage has run.
         unknown = {name: StageManifest(name, "", "", "") for name in self.stages}
         return {name: self.key_of(name, unknown) for name in self.stages}
 
     @cached_property
     def reasons(self) -> Mapping[str, StageReason]:
-        """For each stage that is switched on: is its result committed and intact, and if not, what differs?
+        """For stages that are switched on: is the result committed and intact, and if not, what differs?
 
         Raises:
             ConfigError: a source or the recipe cannot be read.
@@ -302,7 +302,7 @@ class Plan:
     def groups(self) -> list[list[str]]:
         """All stages in their order, those that run at the same time in one list.
 
-        Stages share a list when neither takes the other's result and each names GPUs of its own.
+        Stages share a list when neither takes the other's result and both name their own GPUs.
         """
         groups: list[list[str]] = []
         for stage in all_stages():
@@ -382,7 +382,7 @@ class Plan:
 
 
 def explain(spec: PipelineSpec) -> list[StageReason]:
-    """Decide for each enabled stage what would happen, and why.
+    """Decide for enabled stages what would happen, and why.
 
     Raises:
         ConfigError: the check of the spec fails, or a source cannot be read.

@@ -101,7 +101,7 @@ def prove(spec: PipelineSpec, question: Question, say: Callable[[str], None]) ->
     Args:
         spec: its prepare and train stages are used.
         question: what is to be proved, and how.
-        say: called with one line at each step of the proof.
+        say: called with one line at every step of the proof.
 
     Raises:
         TrainflowError: a training failed.

@@ -1,6 +1,6 @@
-"""The runs that are recorded on a storage: which there are, how far each came, and the one that an id means.
+"""The runs that are recorded on a storage: which there are, how far they came, and the one that an id means.
 
-    <storage>/runs/<id>/run.json        written by `trainflow.flows.reports.run_record`, again as each stage ends
+    <storage>/runs/<id>/run.json        written by `trainflow.flows.reports.run_record`, again as stages end
     <storage>/runs/<id>/tags/<name>     a name that a person gave it (`trainflow tag`)
 
 The id is the first 16 hex digits of the pipeline's key: repeating a command with the same spec and recipe goes on with
@@ -191,7 +191,7 @@ def list_runs(storage: str, on_damage: Callable[[DamagedError], object] = _warn_
     """Every recorded run, the newest first.
 
     Args:
-        on_damage: called for each record that cannot be read or was changed; by default it logs a warning.
+        on_damage: called for records that cannot be read or was changed; by default it logs a warning.
 
     Raises:
         StorageError: the storage cannot be read.

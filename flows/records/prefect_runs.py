@@ -1,6 +1,6 @@
-"""The Prefect runs of trainflow's flows: which process each belongs to, and what becomes of those whose process died.
+"""The Prefect runs of trainflow's flows: which processes they belong to, and what becomes of those whose process died.
 
-A process that is killed reports nothing, so its runs stay Running in Prefect. Each flow run therefore carries labels
+A process that is killed reports nothing, so its runs stay Running in Prefect. Flow runs therefore carry labels
 that name its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
 process is certainly gone and sets them, and their task runs, to Crashed. It also ends task runs that are open although
 their flow run has ended: task states travel as events, and a server that is killed may lose some. A run of another
@@ -51,7 +51,7 @@ Left = Literal["unknown", "starting"]
 
 @dataclass(frozen=True)
 class DeadRun:
-    """A flow run whose process has ended without a word, or before the server knew the end of each task.
+    """A flow run whose process has ended without a word, or before the server knew the end of all tasks.
 
     Attributes:
         flow_run_id, name: the Prefect run.
@@ -139,7 +139,7 @@ def own_flow_run() -> Iterator[OwnFlowRun]:
     introduce.start()
     if not is_marked:
         introduce.join(LIMIT_S)
-    # Not for the tasks: Prefect would ask for a concurrency limit of each tag before each of them.
+    # Not for the tasks: Prefect would ask for the concurrency limits of all tags before every task.
     with TagsContext(current_tags=kept):
         try:
             yield own
@@ -200,7 +200,7 @@ def configured_api() -> str | None:
     """The address of the Prefect server that this process is set to use, without secrets; None: an embedded one."""
     from prefect.settings.models.api import APISettings
 
-    # Read at each call: the address of an embedded server is in the current settings, too.
+    # Read at every call: the address of an embedded server is in the current settings, too.
     url = APISettings().url
     return mask(url) if url else None
 

@@ -4,7 +4,7 @@
     <storage>/runs/<id>/source/         the recipe's files
 
 Where the project is on this machine, its recipe is used as it is now. Where it is not, the files that the run kept are
-copied to this user's cache, each compared with the digest in the record. A source of the data that is not here counts
+copied to this user's cache, and compared with the digests in the record. A source of the data that is not here counts
 as what it was: prepared data that is committed needs no source.
 """
 

@@ -3,7 +3,7 @@
     <storage>/runs/<id>/logs/<stage>/<attempt>-<part>.jsonl     one line of JSON for each line
 
 A line says when it came, what it is (a line of a worker, a warning, the beginning or end of the attempt), and what was
-written. On a disk each is there at once, on an object store some ten seconds later. Secrets are masked.
+written. On a disk they are there at once, on an object store some ten seconds later. Secrets are masked.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ def _text_of(event: Event, kind: str) -> str:
 
 
 class LogReader:
-    """Reads the logs of a run, also while it grows: each call of `read` returns what is new.
+    """Reads the logs of a run, also while it grows: `read` returns what is new.
 
     Args:
         storage: where the run is recorded.

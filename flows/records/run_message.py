@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainflow.tasks.tracking.notifying import Message
 
 _MOST_METRICS = 6
-_TOLD = "told"  # of each death a file, in the run's folder
+_TOLD = "told"  # files for deaths, in the run's folder
 _log = logging.getLogger(__name__)
 
 

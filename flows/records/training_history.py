@@ -13,7 +13,7 @@ Entry = dict[str, Any]
 
 
 def read_training_history(stage: Store) -> list[Entry]:
-    """The trainer's log, one mapping for each entry with its `step`; empty where the stage left none.
+    """The trainer's log, as mappings with their `step`; empty where the stage left none.
 
     Raises:
         StorageError: the storage cannot be read. ValueError: the file is torn.

@@ -49,7 +49,7 @@ def log_charts(spec: PipelineSpec, run: TrackedRun, charts: Mapping[str, str]) -
 
 
 def log_outcomes(spec: PipelineSpec, run: TrackedRun, evaluation: StageManifest, info: Mapping[str, Any]) -> None:
-    """Log a confusion matrix and the calibration, or the residuals, of each evaluated split, and tables.
+    """Log a confusion matrix and the calibration, or the residuals, of evaluated splits, and tables.
 
     The tables are of samples, of the rows that the model gets most wrong, and of the metrics of slices. A trial of a
     sweep has only tables.

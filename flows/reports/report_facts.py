@@ -193,7 +193,7 @@ def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
 
 
 def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Ledger]:
-    """The attempts of each stage whose key is known: of those that are done, and of the one after them."""
+    """The attempts of stages whose keys are known: of those that are done, and of the one after them."""
     found: dict[str, Ledger] = {}
     for name, stage in plan.stages.items():
         try:

@@ -4,8 +4,8 @@
     run.json       the stages that are committed, for runs that resume from this one (`flows.records.past_runs`);
                    the MLflow run: unfinished -> taken up by the next command; finished -> linked to
     spec.yaml      the spec as it was resolved
-    keys.json      what the spec and the recipe decide of each stage's key: what has changed since
-    arguments.json every training argument of each stage, as this machine worked them out
+    keys.json      what the spec and the recipe decide of the stages' keys: what has changed since
+    arguments.json every training argument of the stages, as this machine worked them out
     source/        the recipe's source closure
     trainflow_model.json   where the trained model's files lie, for `load_model`
     lineage.json   what was made from what, with digests; written when the run ends, removed when it goes on

@@ -64,7 +64,7 @@ def tracked_params(plan: Plan) -> dict[str, Any]:
 
 
 def settings_files(plan: Plan) -> dict[str, str]:
-    """Path in the run's artifacts -> text: the resolved spec, and every training argument of each stage."""
+    """Path in the run's artifacts -> text: the resolved spec, and every training argument of the stages."""
     arguments = {
         name: flatten_params(stage.arguments.to_dict()) for name, stage in plan.stages.items() if stage.arguments
     }

@@ -143,7 +143,7 @@ class Registry:
         return cls(storage, tuple(sorted(uris)), tuple(sorted(missing)))
 
     def find_versions(self) -> list[Referrer]:
-        """The registered versions, and what each refers to.
+        """The registered versions, and what they refer to.
 
         Raises:
             InfrastructureError: a registry cannot be asked.
@@ -284,7 +284,7 @@ def find_garbage(
     """Find what nothing refers to. Nothing is changed.
 
     Args:
-        keep: number of the newest runs of each pipeline that stay, failed ones included, beside the newest that
+        keep: number of a pipeline's newest runs that stay, failed ones included, beside the newest that
             finished; None: every run stays.
         config: the spec's `tracking` section; None: where a storage keeps its runs by default.
         skip_registry: do not ask MLflow's registry.

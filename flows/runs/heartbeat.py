@@ -133,7 +133,7 @@ def read_signs(folder: Store) -> list[Sign]:
 
 
 def find_silent(suspects: Sequence[tuple[Store, Sign]]) -> set[str]:
-    """The ids of those signs, each in its run's folder, whose beat stands still for `SILENT_S`. Waits."""
+    """The ids of those signs, in their runs' folders, whose beat stands still for `SILENT_S`. Waits."""
     if not suspects:
         return set()
     time.sleep(SILENT_S)

@@ -124,7 +124,7 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
 
 
 def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
-    """Record for each dead process how it ended: in Prefect, which must have an API here, and on the storage.
+    """Record how dead processes ended: in Prefect, which must have an API here, and on the storage.
 
     Returns:
         What could not be recorded, and what to do.

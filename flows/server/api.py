@@ -6,10 +6,10 @@
 With ``PREFECT_API_URL`` (environment, active profile, prefect.toml) nothing is started. Without it the command shares
 an embedded server (`trainflow.flows.server.embedded`) with every other trainflow command of this user: the first one
 starts it, and it ends by itself some minutes after the last one, however that one ended (TRAINFLOW_PREFECT_LINGER_S).
-Each command looks after it: a server that was killed, or no longer answers, is started again at the same address, on
+Commands look after it: a server that was killed, or no longer answers, is started again at the same address, on
 the same database.
 
-Prefect's own temporary server would not do: each command would have one, several on one sqlite file; it outlives a
+Prefect's own temporary server would not do: commands would have several on one sqlite file; it outlives a
 SIGKILL of its owner; every user of the machine may talk to it; and it makes the client import the whole server, two
 seconds more per command. `prefect server start --background` never ends by itself.
 """
@@ -157,7 +157,7 @@ def quiet_environment(environ: MutableMapping[str, str] | None = None) -> None:
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """Inside the block no garbage is collected: imports make what stays, and each look at it costs more."""
+    """Inside the block no garbage is collected: imports make what stays, and every look at it costs more."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

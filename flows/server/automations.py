@@ -1,7 +1,7 @@
 """Crashed runs run again: automations of Prefect's server for one deployment, and the end of the tries.
 
 A run is Crashed when its process ended without a word: the worker sees the exit code, `trainflow status` the dead
-process. An automation puts such a run back into the queue. A worker reports each death twice, the second time after it
+process. An automation puts such a run back into the queue. A worker reports a death twice, the second time after it
 has looked for hooks of the flow, and that report would take the run out of the queue again. So the run first gets the
 state CrashedAtWork, which no report replaces, and a second automation puts it into the queue some time later. A further
 one covers a worker or machine that is gone, too: a run whose heartbeat falls silent is set to Crashed. The crashes of a

@@ -184,7 +184,7 @@ def _killed_predecessor(folder: Path) -> tuple[int, str]:
 def listen_on(port: int) -> socket.socket:
     """A listening socket at this loopback port; at any free one if another program has taken it, or it is 0."""
     # The protocol is named: without it asyncio leaves Nagle's algorithm on (`asyncio.base_events._set_nodelay`), and
-    # each answer waits 40 ms for the client's acknowledgement of its first packet.
+    # answers wait 40 ms for the client's acknowledgement of its first packet.
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     # The connections of a killed server linger at its port for a minute.
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -300,7 +300,7 @@ def is_healthy(url: str) -> bool:
 
 
 def _described() -> Iterator[tuple[Path, dict[str, Any]]]:
-    """The folders of embedded servers with what each says about itself; some may have ended."""
+    """The folders of embedded servers with what they say about themselves; some may have ended."""
     from prefect.settings import get_current_settings
 
     for path in sorted((get_current_settings().home / "trainflow").glob(f"*/{embedded.DESCRIPTION}")):

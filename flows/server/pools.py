@@ -1,4 +1,4 @@
-"""Work pools: the kinds that a pipeline is deployed to, and the variables of each run's process, container or pod."""
+"""Work pools: the kinds that a pipeline is deployed to, and the variables of a run's process, container or pod."""
 
 from __future__ import annotations
 

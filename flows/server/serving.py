@@ -88,7 +88,7 @@ def logged(path: Path) -> Iterator[None]:
 
 
 class _Tee(io.TextIOBase):
-    """A stream that passes on what is written, and adds each whole line to a log."""
+    """A stream that passes on what is written, and adds whole lines to a log."""
 
     def __init__(self, stream: TextIO, handler: logging.Handler) -> None:
         self._stream = stream
@@ -179,10 +179,10 @@ def serve(
     ):
         from prefect.runner import Runner
 
-        # At INFO each poll logs the runs that wait for their turn.
+        # At INFO every poll logs the runs that wait for their turn.
         logging.getLogger("prefect.runner").setLevel(logging.WARNING)
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
-        # By its entrypoint: the flow object itself would be pickled into each run's process.
+        # By its entrypoint: the flow object itself would be pickled into the runs' processes.
         _forget_planned_runs(name)
         deployment_id = runner.add_deployment(_deployment(spec, name, when))
         set_retries(deployment_id, name, retry_crashed, by_worker=False)
@@ -297,7 +297,7 @@ def _runs() -> set[psutil.Process]:
 
 @contextlib.contextmanager
 def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
-    """Inside the block, set the variables that the process of each run inherits."""
+    """Inside the block, set the variables that the processes of runs inherit."""
     folder = server_folder(url)
     own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
     with variables_kept({**own, **more}):

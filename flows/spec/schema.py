@@ -54,7 +54,7 @@ def spec_schema() -> dict[str, Any]:
 
 @functools.cache
 def argument_schemas() -> dict[str, dict[str, Any]]:
-    """The schema of each training argument that a spec may set, by name."""
+    """The schemas of training arguments that a spec may set, by name."""
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.arguments.fields import declarations, field_hints, field_map
 

@@ -1,4 +1,4 @@
-"""The text of a spec: YAML or JSON, with the line of each key, so that an error can name it."""
+"""The text of a spec: YAML or JSON, with the lines of its keys, so that an error can name it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_BYTES = 1 << 20
 
 
 def read_spec_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the mapping in a YAML or JSON file, and the line (from 1) of each dotted key.
+    """Return the mapping in a YAML or JSON file, and the lines (from 1) of its dotted keys.
 
     Raises:
         ConfigError: not there, not a file, larger than 1 MiB, not UTF-8, malformed, a repeated key, or not a mapping.

@@ -22,7 +22,7 @@ class SweepResult:
 
     Attributes:
         name, pipeline, storage: the sweep's, the pipeline's, and where everything lies.
-        objective, direction: the metrics, and what is wanted of each.
+        objective, direction: the metrics, and what is wanted of them.
         wanted: how many trials there are to be.
         best: the number of the best trial; several: those that no other beats in everything.
         best_specs: trial -> the spec that runs it, with everything else that the sweep's spec has on.
@@ -99,7 +99,7 @@ def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> 
     """The report as HTML text.
 
     Args:
-        pictures: title and SVG file of each.
+        pictures: their titles and SVG files.
     """
     axes = list(dict.fromkeys(name for trial in result.trials for name in trial.values))
     return load_template(_PAGE).render(

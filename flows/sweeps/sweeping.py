@@ -5,7 +5,7 @@
                         user's own, where MLflow's database is, too
         slot-<n>.log    what the processes that train printed outside of their runs
         report.html     trials, history, importance, values
-        best.yaml       the spec of the best trial; best-<n>.yaml of each where no trial is best in everything
+        best.yaml       the spec of the best trial; best-<n>.yaml where no trial is best in everything
 
 Trials are pipeline runs like any other. They share whatever has an equal key, so data is prepared once, and a training
 that was made already is not made again.
@@ -53,7 +53,7 @@ _LEAST = 2
 
 
 def draw_study(study: Any, objectives: Sequence[str], pruned_by: str | None) -> list[tuple[str, bytes]]:
-    """Title and SVG file of each picture that the trials so far allow.
+    """Titles and SVG files of the pictures that the trials so far allow.
 
     Args:
         study: Optuna's study.
@@ -162,7 +162,7 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
     """Run the trials that are missing, and say what all of them came to. A failure is held in the result's `error`.
 
     Args:
-        listener: called with each event: "began", "progress", "ended" and "warning", each with its `trial`.
+        listener: called with events: "began", "progress", "ended" and "warning", with their `trial`.
         debug: keep the workers' run files.
 
     Raises:

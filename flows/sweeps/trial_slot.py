@@ -69,7 +69,7 @@ class Slot:
 
     Args:
         orders: what the owner has written to stdin.
-        may_begin: released by the owner once for each trial, if the orders say that the slot waits for it.
+        may_begin: released by the owner once for a trial, if the orders say that the slot waits for it.
     """
 
     def __init__(self, orders: Mapping[str, Any], may_begin: threading.Semaphore | None = None) -> None:
@@ -240,7 +240,7 @@ def _steps(result: PipelineResult) -> int | None:
 def main() -> int:
     """Work as the orders on stdin say; returns the exit code."""
     orders = parse_json(_read_line())
-    os.environ[SHARED_BY] = str(orders["slots"])  # without it, the trials would take each other's cores
+    os.environ[SHARED_BY] = str(orders["slots"])  # without it, the trials would compete for the same cores
     quiet_environment()
     may_begin = threading.Semaphore(0)
     threading.Thread(target=_end_with_owner, args=(may_begin,), daemon=True).start()
@@ -272,7 +272,7 @@ def _read_line() -> bytes:
 
 
 def _end_with_owner(may_begin: threading.Semaphore) -> None:
-    """End this process with its owner; each byte before that lets a trial begin."""
+    """End this process with its owner; every byte before that lets a trial begin."""
     # Not by `sys.stdin`, whose lock a thread must not hold when the interpreter ends.
     while data := os.read(0, 1024):
         may_begin.release(len(data))

@@ -1,4 +1,4 @@
-"""The spec of each trial, and the checks of a sweep before its first one. Nothing is run, and no engine is imported."""
+"""The specs of trials, and the checks of a sweep before its first one. Nothing is run, and no engine is imported."""
 
 from __future__ import annotations
 
@@ -272,7 +272,7 @@ def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, 
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The settings that differ, each with what it was; of the space the fields that differ."""
+    """The settings that differ, with what they were; of the space the fields that differ."""
     for name in _FIXED:
         was, is_now = then.get(name), now[name]
         if name == "space" and isinstance(was, dict):

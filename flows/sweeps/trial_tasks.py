@@ -1,4 +1,4 @@
-"""A sweep as a flow of Prefect, with a task for each trial.
+"""A sweep as a flow of Prefect, with trials as tasks.
 
 The tasks run in threads of the command and watch: what trains is a slot, a process of this machine. A task runner that
 carries tasks elsewhere (Dask, Ray) could not do better. Whether a trial is at work is a lock that this machine's kernel
@@ -255,7 +255,7 @@ class _Trial:
 
 
 class TrialTasks(UnseenTrials):
-    """Shows each trial as a task, and lets it begin when there is room in all limits."""
+    """Shows trials as tasks, and lets them begin when there is room in all limits."""
 
     def __init__(self, settings: SweepSettings, listener: Listener) -> None:
         self._settings = settings

@@ -44,16 +44,16 @@ def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_retries() -> Iterator[None]:
-    """Inside the block, and in this context alone, Prefect's client sends each request once.
+    """Inside the block, and in this context alone, Prefect's client sends requests once.
 
-    Prefect's own `temporary_settings` copies all of its settings, a tenth of a second each time.
+    Prefect's own `temporary_settings` copies all of its settings, a tenth of a second every time.
     """
     import prefect.context
     from prefect.settings import PREFECT_CLIENT_MAX_RETRIES
 
     global _once
     context = prefect.context.get_settings_context()
-    with _copying:  # stages that end together would each make a copy
+    with _copying:  # stages that end together would all make copies
         known = _once
         if known is None or known[0] is not context.settings:
             known = context.settings, context.settings.copy_with_update(updates={PREFECT_CLIENT_MAX_RETRIES: 0})
@@ -121,7 +121,7 @@ def send_queued(timeout_s: float) -> None:
     Task states travel as events, so an event that is not sent is a task that the server never sees.
 
     Args:
-        timeout_s: seconds to wait for the server to confirm the events, and then for each of the two queues.
+        timeout_s: seconds to wait for the server to confirm the events, and then for both queues.
     """
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
@@ -135,7 +135,7 @@ def send_queued(timeout_s: float) -> None:
             shared: Any = kind
             at_work = [(worker._loop, worker._task) for worker in list(shared._instances.values())]
             late: Any = thread.submit(shared.drain_all, timeout=timeout_s).result()[1]
-            # Prefect would wait for a server that is away at the end of the process: a minute for each event.
+            # Prefect would wait for a server that is away at the end of the process: a minute for an event.
             for loop, task in at_work if late else ():
                 loop.call_soon_threadsafe(task.cancel)
 

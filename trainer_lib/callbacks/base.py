@@ -1,4 +1,4 @@
-"""The callback protocol: the life of a run, and where each event fires.
+"""The callback protocol: the life of a run, and where events fire.
 
 ::
 
@@ -57,7 +57,7 @@ _OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
 class TrainerCallback:
     """Base class of all callbacks; an event that is not overridden does nothing.
 
-    Each event gets `args`, `state`, `control`, and by keyword `model`, `processing_class` (also as `tokenizer`),
+    Events get `args`, `state`, `control`, and by keyword `model`, `processing_class` (also as `tokenizer`),
     `optimizer`, `lr_scheduler`, `train_dataloader`, `eval_dataloader`. Declare the ones you need, and `**kwargs`.
     """
 

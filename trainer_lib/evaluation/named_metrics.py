@@ -73,7 +73,7 @@ class Outputs:
         return np.asarray(found[:, 1] if what == "probabilities" else found[:, 1] - found[:, 0])
 
     def completed(self) -> Outputs:
-        """Outputs of this kind that every metric should be able to measure: each class has rows, numbers are right."""
+        """Outputs of this kind that any metric should be able to measure: all classes have rows, numbers are right."""
         if self.scores is None:
             return Outputs(self.labels, numbers=self.labels)
         classes = self.scores.shape[1]
@@ -256,7 +256,7 @@ def _import(call: MetricCall) -> Any:
 SLICES = "evaluate.slices"
 MAX_SLICES = 50
 MAX_INTERVALS = 20
-"""Slices of a split that get intervals: each costs as many resamples as all rows do."""
+"""Slices of a split that get intervals: one costs as many resamples as all rows do."""
 _FEW = 10  # rows that say next to nothing when they are drawn again
 _BINS = 15  # Guo et al., On calibration of modern neural networks, 2017
 
@@ -338,14 +338,14 @@ def measure_slices(
     columns: Mapping[str, Iterable[Any]],
     bounds: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
-    """The metrics of the rows that have one value in a column, as ``<metric>/<column>/<value>``, for each value.
+    """The metrics of the rows that share a value in a column, as ``<metric>/<column>/<value>``.
 
     Args:
         compute: what measured all rows.
         given: predictions and labels of all rows, trees of arrays ``[rows, …]``.
-        columns: column -> its value in each row.
+        columns: column -> its values in the rows.
         bounds: gives the ends of the intervals of some rows' metrics, `<metric>_low` and `<metric>_high`; asked for up
-            to 20 slices in all, each of 10 rows or more. None: no intervals.
+            to 20 slices in all, of 10 rows or more. None: no intervals.
 
     Raises:
         ConfigError: a column has more than 50 different values.
@@ -367,7 +367,7 @@ def measure_slices(
 
 
 def find_slices(column: str, values: Iterable[Any], *, split: str | None = None) -> dict[str, list[int]]:
-    """The rows of each value of a column, by the value as the names of metrics have it.
+    """The rows of a column's values, by the value as the names of metrics have it.
 
     Args:
         split: whose rows these are, for the error.
@@ -424,7 +424,7 @@ def _of_ranks(function: Callable[..., Any], probabilities: np.ndarray, labels: n
     """A metric of the second of two classes, or the mean over classes; None where no class has rows beside others.
 
     Args:
-        function: takes whether each row is of the class ``[rows]``, and its probability ``[rows]``.
+        function: takes whether rows are of the class ``[rows]``, and its probabilities ``[rows]``.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     of_class = ((labels == number, probabilities[:, number]) for number in classes)

@@ -20,7 +20,7 @@ from trainer_lib.evaluation import nested
 
 DIGITS = 6
 """Significant digits that are kept: enough for quantiles, and few enough for a small file."""
-_BLOCKS = 50  # of rows, each of which the jackknife leaves out
+_BLOCKS = 50  # of rows, which the jackknife leaves out one by one
 _NORMAL = NormalDist()
 
 
@@ -47,7 +47,7 @@ class Remembered:
         return self.compute(p, **more)
 
     def resampled(self, resamples: int) -> dict[str, list[float]]:
-        """Metric -> its value on each resample of the rows; empty where nothing was given.
+        """Metric -> its values on the resamples of the rows; empty where nothing was given.
 
         A metric that some resamples do not have, as their rows are of one class, has the values of the others. One that
         most of them do not have is left out.
@@ -60,10 +60,10 @@ class Remembered:
         return {name: values for name, values in found.items() if 2 * len(values) >= resamples}
 
     def intervals(self, resampled: Mapping[str, list[float]], confidence: float | None) -> dict[str, float]:
-        """The interval of each metric, `<metric>_low` and `<metric>_high`; the metric of all rows lies in it.
+        """The intervals of the metrics, `<metric>_low` and `<metric>_high`; the metric of all rows lies in it.
 
         Args:
-            resampled: metric -> its value on each resample.
+            resampled: metric -> its values on the resamples.
             confidence: the probability that an interval holds the true value; None: no intervals.
         """
         if confidence is None or not resampled:
@@ -108,9 +108,9 @@ def _bounds(resampled: np.ndarray, value: float, jackknife: np.ndarray, confiden
     2015), with the degrees of freedom of the variance of such rows (Satterthwaite, 1946).
 
     Args:
-        resampled: a metric on each resample.
+        resampled: a metric on the resamples.
         value: the metric on all rows.
-        jackknife: the metric without each block of rows, for the skewness and the kurtosis of what rows add to it.
+        jackknife: the metric without a block of rows, by block, for the skewness and kurtosis of what rows add to it.
     """
     apart = jackknife.mean() - jackknife if len(jackknife) else np.zeros(1)
     apart /= np.sqrt(np.square(apart).sum()) or 1.0

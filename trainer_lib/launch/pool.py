@@ -1,6 +1,6 @@
-"""Launch one request in several workers that do not depend on each other and share the parts of the job.
+"""Launch one request in several workers that are independent and share the parts of the job.
 
-Each worker is a launch of its own, with a guard of its own: one that is lost ends no other, which takes its parts over
+Workers are separate launches with separate guards: one that is lost ends no other, which takes its parts over
 (`trainer_lib.locks.shared_parts`). Any other failure would meet the next worker too, so it ends them all.
 """
 
@@ -37,9 +37,9 @@ class PoolResult(Generic[R]):
 
 
 def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig]:
-    """A resolved configuration of several processes as one for each, with the same threads and a GPU of its own.
+    """A resolved configuration of several processes as several of one, with the same threads and a GPU.
 
-    What starts its processes by another program, or on several machines, stays as it is. An engine places each one.
+    What starts its processes by another program, or on several machines, stays as it is. An engine places them all.
 
     Args:
         on_devices: the work uses GPUs where there are some.
@@ -68,7 +68,7 @@ def launch_workers(
     should_cancel: Callable[[], bool] | None = None,
     what: str | None = None,
 ) -> PoolResult[R]:
-    """Run one request in a launch for each configuration. Blocks, and calls back in the calling thread.
+    """Run one request in a launch for every configuration. Blocks, and calls back in the calling thread.
 
     Raises:
         TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
@@ -102,7 +102,7 @@ def launch_workers(
     try:
         ends = _listen(messages, len(configs), stop, should_cancel or (lambda: False), on_line, progress)
     finally:
-        # Also when a callback raises, or on Ctrl-C: each launch ends its own processes.
+        # Also when a callback raises, or on Ctrl-C: launches end their own processes.
         stop.set()
         for thread in threads:
             thread.join()

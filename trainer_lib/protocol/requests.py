@@ -1,4 +1,4 @@
-"""Requests of the orchestrator and answers of workers: one request and one result for each verb.
+"""Requests of the orchestrator and answers of workers: a request and a result for every verb.
 
 ::
 
@@ -50,7 +50,7 @@ FORMAT = 1
 
 
 OUTCOMES = "outcomes"
-"""Folder in the result of evaluate: what the model got right and wrong, a JSON file for each split."""
+"""Folder in the result of evaluate: what the model got right and wrong, JSON files by split."""
 MIXTURE_CHANGE = "mixture.json"
 """File in the folder of a training with weights of sources that it is to have from its next save on."""
 STATISTICS = "statistics.json"
@@ -64,8 +64,8 @@ class PreparedSplit:
     Attributes:
         rows: number of rows.
         shards: paths of its Arrow files below the stage's folder, in the order of the rows.
-        columns: name -> type of each column.
-        lengths: rows of each file; empty: all but the last have as many as the first.
+        columns: names of columns -> their types.
+        lengths: rows of the files; empty: all but the last have as many as the first.
     """
 
     rows: int
@@ -98,10 +98,10 @@ class TrainResult:
         checkpoints: names of the committed checkpoints, newest first.
         parameters: number of the model's parameters.
         peak_bytes: the largest memory of a process (`trainer_lib.base.memory.read_peak_bytes`).
-        device: what each process trained on, as its driver names it.
+        device: what the processes trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
         micro_batch: samples that a process was allowed at a time; a step may have had fewer.
-        mixture: weights of sources that were changed while training: `step` and `weights` of each change.
+        mixture: weights of sources that were changed while training: with `step` and `weights`.
     """
 
     files: tuple[FileEntry, ...]
@@ -262,7 +262,7 @@ class Request(Generic[R]):
         return False
 
     def recipe_options(self) -> dict[str, Any]:
-        """The options as the recipe gets them: each declared path as an absolute `pathlib.Path`."""
+        """The options as the recipe gets them: declared paths are absolute `pathlib.Path`s."""
         return self.options if self.paths is None else self.paths.resolved(self.options, self.paths.options)
 
     def to_json(self) -> dict[str, Any]:
@@ -319,7 +319,7 @@ class ModelRequest(Request[R], Generic[R]):
     metrics: tuple[MetricCall, ...] = ()
 
     def model_options(self) -> dict[str, Any]:
-        """The model's settings as build_model gets them: each declared path as an absolute `pathlib.Path`."""
+        """The model's settings as build_model gets them: declared paths are absolute `pathlib.Path`s."""
         return self.model if self.paths is None else self.paths.resolved(self.model, self.paths.model)
 
     @property
@@ -374,7 +374,7 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model at `model_url` on each split. `step`: of `worker.evaluate_ranges` or `worker.measurable`."""
+    """Measure the model at `model_url` on the splits. `step`: of `worker.evaluate_ranges` or `worker.measurable`."""
 
     model_url: str
     splits: tuple[str, ...]
@@ -525,7 +525,7 @@ class ExportRequest(Request[ExportResult], verb="export_model", result=ExportRes
 
 @dataclass(frozen=True, kw_only=True)
 class CompareRequest(Request[CompareResult], verb="compare", result=CompareResult):
-    """Compare the checkpoints of two trainings, each below its URL."""
+    """Compare the checkpoints of two trainings, below their URLs."""
 
     whole: str
     resumed: str

@@ -72,7 +72,7 @@ __all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "p
 TIMM = "timm_wrapper"
 """The type that transformers gives to the models of timm."""
 ImageSettings = tuple[list[int] | None, tuple[list[float], list[float]] | None]
-"""Height and width, and mean and spread of each channel; None for what a model does not say."""
+"""Height and width, and mean and spread of the channels; None for what a model does not say."""
 
 
 def find_image_settings(place: str, *, field: str) -> ImageSettings:
@@ -194,12 +194,12 @@ _MOST_DEGREES = 180.0
 
 
 class ImageNet(nn.Module):
-    """Blocks of two convolutions, each block at half the resolution, and the mean over all places.
+    """Blocks of two convolutions, at half the resolution of the block before, and the mean over all places.
 
     Args:
         inputs: channels of an image.
         classes: size of the output.
-        channels: channels of each block, multiples of 8.
+        channels: channels of the blocks, multiples of 8.
         dropout: probability, before the output.
     """
 
@@ -255,7 +255,7 @@ def augment_training(model: nn.Module, settings: Mapping[str, Any], *, field: st
 
 def _augment(images: Tensor, *, flip: bool, shift: float, rotate: float, zoom: float) -> Tensor:
     """Images ``[batch, channels, height, width]``, each changed by one affine map; edges are continued."""
-    # Five numbers for each image whatever is switched on: one setting does not change the draws of another.
+    # Five numbers for an image whatever is switched on: one setting does not change the draws of another.
     draws = torch.rand(len(images), 5, device=images.device) * 2 - 1
     turn = draws[:, 0] * torch.pi * rotate / 180
     scale = 1 / (1 + draws[:, 1] * zoom)
@@ -274,7 +274,7 @@ MODEL: dict[str, Any] = {
     "folder": None,  # or its folder
     "config": {},  # or the configuration of one with weights at random
     "new_head": False,  # replace a head that was trained for other classes
-    "channels": [32, 64, 128],  # of each block of the recipe's own network
+    "channels": [32, 64, 128],  # of the blocks of the recipe's own network
     "dropout": 0.1,
     "augment": {},  # random changes of training images: flip, shift, rotate, zoom
 }
@@ -344,7 +344,7 @@ class ImageRows(TabularRows):
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Find the images, and read those of each split.
+    """Find the images, and read those of the splits.
 
     Returns:
         For every split its rows: `image` (the path), `pixels` uint8 ``[height, width, channels]``, `labels` (of a class

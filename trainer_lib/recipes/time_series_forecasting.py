@@ -175,7 +175,7 @@ class SeriesTable:
         return usual if self._counts else pd.tseries.frequencies.to_offset(usual)
 
     def _regular(self, name: str, times: pd.Series[Any], rows: list[int], step: Any) -> Series:
-        """A series with each step of the grid. Raises DataError for a time off it, or steps that are missing."""
+        """A series with all steps of the grid. Raises DataError for a time off it, or steps that are missing."""
         found, of = times.iloc[rows].to_numpy(), f" of the series '{name}'" if name else ""
         grid, places, off = self._grid(found, step)
         if len(off):
@@ -203,7 +203,7 @@ class SeriesTable:
         return Series(name, grid, [self._text(time) for time in grid], filled, int(unknown.sum()), to_come)
 
     def _grid(self, found: np.ndarray, step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The grid ``[steps]``, the place on it of each of the times found, and the numbers of those off it."""
+        """The grid ``[steps]``, the places on it of the times found, and the numbers of those off it."""
         if self._counts:
             number = int(np.floor((found[-1] - found[0]) / step + 0.5)) + 1
             grid = found[0] + step * np.arange(number)
@@ -237,7 +237,7 @@ class Window:
 
 
 class WindowSplits:
-    """The windows of each split.
+    """The windows of the splits.
 
     Args:
         series: the series.
@@ -246,7 +246,7 @@ class WindowSplits:
     Attributes:
         windows: split -> its windows, by series and time.
         starts: split -> the time at which its targets begin.
-        train_steps: steps of each series before the first held-out target.
+        train_steps: steps of the series before the first held-out target.
 
     Raises:
         ConfigError: an option is out of range. DataError: a series is too short, or a split has no window.
@@ -334,16 +334,16 @@ _LEAST_SPREAD = 1e-6  # a window of equal values is not divided by nothing
 class ForecastNet(nn.Module):
     """Layers from the known steps to those to come, shared by all series and targets.
 
-    Each window is shifted by its last value and divided by its spread, and the forecast is brought back: a series may
+    Windows are shifted by their last value and divided by their spread, and the forecast is brought back: a series may
     have any level. Without `hidden` it is NLinear (Zeng et al., Are Transformers Effective for Time Series
     Forecasting?, 2022, https://arxiv.org/abs/2205.13504) with the spread besides.
 
     Args:
         context: steps that are known.
         horizon: steps to forecast.
-        known: mean and spread of each covariate in the training rows.
+        known: mean and spread of the covariates in the training rows.
         hidden: sizes of the layers between.
-        dropout: probability, after each of these.
+        dropout: probability, after all of these.
     """
 
     known_mean: Tensor
@@ -394,13 +394,13 @@ DEFAULTS: dict[str, Any] = {
     "time_format": None,  # form of the times, as for strptime; None: numbers, or the one form that fits all of them
     "missing": "refuse",  # steps and values that are missing; or previous (the value before)
     "stride": 1,  # steps from one training window to the next
-    "held_out_stride": None,  # from one held-out window to the next; None: the horizon: each value is forecast once
+    "held_out_stride": None,  # from one held-out window to the next; None: the horizon: values are forecast once
     "split": {},  # shares of the times: validation and test
 }
 """Every option of `prepare`, with its default."""
 NET: dict[str, Any] = {
     "hidden": [],  # sizes of the layers between
-    "dropout": 0.0,  # probability, after each of them
+    "dropout": 0.0,  # probability, after all of them
 }
 """The settings of `build_model` (`train.model`), with their defaults."""
 _NOTED = ("time", "series", "step", "time_format", "missing", "rename")
@@ -411,7 +411,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     """Read the series, and cut them into windows.
 
     Returns:
-        For every split its rows: each target by its name ``[context]``, each covariate ``[context + horizon]``,
+        For every split its rows: targets by their names ``[context]``, covariates ``[context + horizon]``,
         `labels` ``[horizon, targets]``, `scale` (the unit of MASE, ``[targets]``), `time` (of the first label) and
         `row_id`.
     """
@@ -537,7 +537,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
-    """Pair each forecast value of each window with the measured one."""
+    """Pair the forecast values of windows with the measured ones."""
     truth = np.asarray(evaluation.label_ids)[:, 0]
     forecast = np.asarray(evaluation.predictions).reshape(-1)
     rows = np.repeat(np.arange(len(truth)), truth[0].size)
@@ -545,7 +545,7 @@ def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn forecasts ``[rows, horizon, targets]`` into a column of lists for each target."""
+    """Turn forecasts ``[rows, horizon, targets]`` into columns of lists, by target."""
     return {
         f"{name}_forecast": list(predictions[:, :, place].astype(np.float32))
         for place, name in enumerate(data.info["targets"])

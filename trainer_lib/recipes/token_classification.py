@@ -1,4 +1,4 @@
-"""The recipe token-classification: a tag for each word of a row, with a model of transformers.
+"""The recipe token-classification: tags for the words of a row, with a model of transformers.
 
     name: entities
     recipe: token-classification
@@ -12,7 +12,7 @@
 
 Without `pretrained` or `folder` the vocabulary is learned from the training words, and the weights begin at random:
 `train.model: {config: {model_type: bert, hidden_size: 128, …}}`. A word has the tag of its first token. A row with more
-tokens than `max_length` becomes several sequences, so that each word has a tag.
+tokens than `max_length` becomes several sequences, so that all words have a tag.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _score_entities(predicted: np.ndarray, truth: np.ndarray, classes: tuple[str
     return precision, recall, 2 * right / max(guessed + real, 1)
 
 
-@lru_cache(1 << 16)  # a bootstrap measures each row many times
+@lru_cache(1 << 16)  # a bootstrap measures rows many times
 def _count_entities(
     predicted: bytes, truth: bytes, kind: str, other: str, classes: tuple[str, ...]
 ) -> tuple[int, int, int]:
@@ -111,7 +111,7 @@ def _count_entities(
 
 
 def _entities(tags: Sequence[int], classes: Sequence[str]) -> set[tuple[int, int, str]]:
-    """First word, word behind the last and name of each entity; an I- behind another name begins one."""
+    """First word, word behind the last and name of entities; an I- behind another name begins one."""
     found: set[tuple[int, int, str]] = set()
     start, name = 0, ""
     for place, tag in enumerate([*(classes[tag] for tag in tags), _OUTSIDE]):
@@ -154,7 +154,7 @@ class TaggedRows(TextRows):
         return []
 
     def columns(self) -> tuple[list[list[str]], list[list[str]]]:
-        """The words and the tags of each row."""
+        """The words and the tags of the rows."""
         return list(self.table.columns[self.options["words"]]), list(self.table.columns[self.label])
 
     @override
@@ -179,7 +179,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """Read words and tags, and find a tokenizer for them.
 
     Returns:
-        For every split its rows: the words by the name of their column, and for each word its tag in `labels` (0 on),
+        For every split its rows: the words by the name of their column, and the words' tags in `labels` (0 on),
         and in `usual_tags` the tag that it had most often in training; `row_id`.
     """
     table = TaggedRows(options, out)
@@ -217,7 +217,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch of sequences: `input_ids`, `attention_mask` and labels ``[sequences, tokens]``.
 
-    Beside them, and not for the model, `places` ``[rows, words]``: where the first token of each word is among the
+    Beside them, and not for the model, `places` ``[rows, words]``: where the first tokens of words are among the
     tokens of all sequences, -1 where a row has no word; and the usual tags ``[rows, words]``.
     """
     words = [list(row[data.info["words"]]) for row in rows]
@@ -240,7 +240,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 def _encode(words: Sequence[Sequence[str]], data: DataInfo) -> tuple[dict[str, Tensor], list[list[int]]]:
-    """The tensors of a batch, and for each word of each row where its first token is; -1 for a word without tokens."""
+    """The tensors of a batch, and the places of first tokens by row and word; -1 for a word without tokens."""
     encoded = kept_tokenizer(data)(
         words,
         is_split_into_words=True,
@@ -282,7 +282,7 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, flo
 
 
 def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
-    """Pair the tag of each word with the right one."""
+    """Pair the tags of words with the right ones."""
     (tags, confidence), (labels, _) = evaluation.predictions, evaluation.label_ids
     words = labels >= 0
     found = {"predictions": tags, "confidence": confidence, "labels": labels}
@@ -290,7 +290,7 @@ def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
 
 
 def prediction_columns(predictions: Sequence[np.ndarray], data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn tags and their probabilities ``[rows, words]`` into lists, with a name and a number for each word."""
+    """Turn tags and their probabilities ``[rows, words]`` into lists with names and numbers of the words."""
     tags, confidence = predictions
     classes = data.info["classes"]
     return {

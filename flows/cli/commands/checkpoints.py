@@ -323,7 +323,7 @@ def _victims(entries: Sequence[Entry], keep: int) -> Iterator[tuple[Entry, str]]
     that can be resumed from, one that a process reads or writes (or whose writer cannot be seen from here), what
     another program wrote, or what was set aside as damaged.
     """
-    # Each run keeps its own newest ones, and a storage may hold several runs.
+    # Runs keep their own newest ones, and a storage may hold several runs.
     for root in {entry.root.url: entry.root for entry in entries}.values():
         of_run = {entry.name: entry for entry in entries if entry.root.url == root.url}
         best = {entry.name for entry in of_run.values() if entry.best}

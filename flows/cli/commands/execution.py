@@ -296,7 +296,7 @@ def engine(out: Console) -> Iterator[None]:
     """Start the workflow engine for the block."""
     with contextlib.ExitStack() as stack:
         with out.status("starting the workflow engine"):
-            # The pipeline's imports and the engine's start take seconds each, so they run side by side.
+            # The pipeline's imports and the engine's start take seconds, so they run side by side.
             stack.enter_context(prefect_api(meanwhile=lambda: importlib.import_module("trainflow.flows.pipeline")))
         yield
 

@@ -25,7 +25,7 @@ def _as_rows(features: list[Any]) -> list[Mapping[str, Any]]:
 
 
 def _generators(count: int, seed: int | None, own: torch.Generator | None) -> Iterator[torch.Generator | None]:
-    """The generator of each sample: one of its own in our loaders, else `own` for all (None: torch's global one)."""
+    """The generators of samples: their own in our loaders, else `own` for all (None: torch's global one)."""
     seeds = seeds_of_samples.get()
     for row in range(count):
         known = None if seeds is None else (seeds[row] ^ (seed or 0) ^ _MASKING) & _INT64
@@ -131,7 +131,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         Args:
             inputs: tokens ``[batch, sequence]``.
             special_tokens_mask: ``[batch, sequence]``; 1 where a token is never a target.
-            offset_mapping: for each sample (start, end) of each of its tokens in the text; with `whole_word_mask`.
+            offset_mapping: for samples (start, end) of their tokens in the text; with `whole_word_mask`.
         """
         labels, inputs = inputs.clone(), inputs.clone()
         special = _special_tokens(inputs, self.tokenizer) if special_tokens_mask is None else special_tokens_mask.bool()
@@ -159,7 +159,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return draws
 
     def _chance_of_words(self, chance: torch.Tensor, special: torch.Tensor, offsets: Sequence[Any]) -> torch.Tensor:
-        """`chance` ``[batch, sequence]`` with the number of a word's first token at each of its tokens."""
+        """`chance` ``[batch, sequence]`` with the number of a word's first token at all of its tokens."""
         of_words = torch.ones_like(chance)
         for row, spans in enumerate(offsets or [None] * len(chance)):
             if spans is None:
@@ -271,14 +271,14 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
 
 @dataclass
 class DataCollatorWithFlattening(DataCollatorMixin):
-    """Concatenates the samples of a batch to one sequence, without padding; attention must know where each begins.
+    """Concatenates the samples of a batch to one sequence, without padding; attention must know where they begin.
 
     Args:
         return_tensors: "pt" or "np".
         return_position_ids: add ``position_ids``, which start again at `position_ids_start` with every sample.
-        separator_id: the label of each sample's first token, which no token before it predicts.
+        separator_id: the label of the samples' first tokens, which no token before them predicts.
         return_flash_attn_kwargs: add ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
-        return_seq_idx: add ``seq_idx``, the number of each token's sample.
+        return_seq_idx: add ``seq_idx``, the numbers of the tokens' samples.
         position_ids_start: position of a sample's first token; RoBERTa's models count from 2.
     """
 

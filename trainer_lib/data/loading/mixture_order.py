@@ -5,7 +5,7 @@ within `BLOCK` units of time, shuffled: a source has w * BLOCK rows of it, give 
 block that no earlier one is needed to know it. A segment ends where the schedule or a change has other weights, and
 where the rows that a source may give in an epoch are used up: the others then continue by their weights.
 
-A source is passed from its first row to its last, each time in another order, over the ends of segments and epochs.
+Sources are passed from the first row to the last, every time in another order, over the ends of segments and epochs.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class _Segment:
     Attributes:
         start, stop: its positions [start, stop).
         weights: of the sources, whole numbers.
-        base: rows of each source that the epoch has before it.
-        counts: rows of each source in it, had it no end by other weights: such an end changes nothing before it.
+        base: rows of the sources that the epoch has before it.
+        counts: rows of the sources in it, had it no end by other weights: such an end changes nothing before it.
     """
 
     start: int
@@ -47,14 +47,14 @@ class _Segment:
     counts: _Counts
 
     def before(self, block: int) -> _Counts:
-        """Rows of each source in front of a block."""
+        """Rows of the sources in front of a block."""
         total, time = sum(self.weights), 2 * block * BLOCK
         at_time = ((weight * time + total) // (2 * total) for weight in self.weights)
         return tuple(map(min, at_time, self.counts))
 
     def block_at(self, place: int) -> int:
         """The block that has a place of the segment."""
-        block = place // BLOCK  # off by few: a block has one row more or fewer of each source
+        block = place // BLOCK  # off by few: a block has one row more or fewer of a source
         while sum(self.before(block)) > place:
             block -= 1
         while sum(self.before(block + 1)) <= place:
@@ -63,7 +63,7 @@ class _Segment:
 
 
 def _first_events(weights: _Counts, count: int) -> _Counts:
-    """Rows of each source among the first `count` positions of a segment."""
+    """Rows of the sources among the first `count` positions of a segment."""
     endless = _Segment(0, count, weights, (), tuple(count + 1 if weight else 0 for weight in weights))
     # A block that begins before them is known without those in front of it; from there on, row by row.
     block = max(0, count // BLOCK - 1 - len(weights) // BLOCK)
@@ -86,8 +86,8 @@ class MixtureOrder:
         seed: of all shuffles.
         batch: samples of an optimizer step, by which steps are positions.
         drop_last: an incomplete last batch of an epoch is not trained.
-        shuffled: rows of a source come in another order in each pass; else in their own.
-        changes: weights that were changed while training, as JSON: `step`, `weights` and `id` of each.
+        shuffled: rows of a source come in another order in every pass; else in their own.
+        changes: weights that were changed while training, as JSON, with `step`, `weights` and `id`.
     """
 
     mixture: Mixture
@@ -179,7 +179,7 @@ class MixtureOrder:
         return indices
 
     def _shuffle(self, epoch: int, segment: _Segment, block: int) -> Indices:
-        """The number of the source at each position of a block, int64 ``[positions]``."""
+        """The numbers of the sources at the positions of a block, int64 ``[positions]``."""
         counts = np.subtract(segment.before(block + 1), segment.before(block))
         keys = derive(self.seed, epoch, segment.start, block, 3, np.arange(counts.sum(), dtype=np.uint64))
         shuffled: Indices = np.repeat(np.arange(len(counts)), counts)[np.argsort(keys, kind="stable")]
@@ -221,7 +221,7 @@ class MixtureOrder:
         return segments
 
     def _given(self, epoch: int, segment: _Segment) -> _Counts:
-        """The rows of each source between the ends of a segment."""
+        """The rows of the sources between the ends of a segment."""
         length = segment.stop - segment.start
         if length == sum(segment.counts):
             return segment.counts
@@ -247,10 +247,10 @@ class MixtureOrder:
         )
 
     def _used_before(self, epoch: int) -> _Counts:
-        """Rows of each source that all epochs before this one have."""
+        """Rows of the sources that all epochs before this one have."""
         if epoch not in self._used:
             total = [0] * len(self.names)
-            # Epochs without another piece in them have as many rows of each source as the first of them.
+            # Epochs without another piece in them have as many rows of the sources as the first of them.
             marks = {0, epoch, *(piece.step // self._steps + more for piece in self._pieces for more in (0, 1))}
             for first, following in pairwise(sorted(mark for mark in marks if mark <= epoch)):
                 last = self._segments(first)[-1]
@@ -273,7 +273,7 @@ class MixtureOrder:
 
 
 def _until_used_up(weights: _Counts, left: Sequence[int | None]) -> _Counts | None:
-    """Rows of each source when the first of those with a budget has given all; None: none has one."""
+    """Rows of the sources when the first of those with a budget has given all; None: none has one."""
     ends = [
         (Fraction(2 * rest - 1, weight), weight, rest)
         for rest, weight in zip(left, weights, strict=True)

@@ -1,6 +1,6 @@
 """Prepared data, source by source: the rows of one source are one part, whose bytes depend on nothing else.
 
-    data/<split>/000007-00000.arrow       rows of source 7; a part has a file for each `shard_rows` rows of a split
+    data/<split>/000007-00000.arrow       rows of source 7; a part has a file for every `shard_rows` rows of a split
     records/parts/000000/00000007.json    written last: the part is finished; its files, columns and statistics
 
 Rows without ids of their own get ``source << 32 | row``, so ids keep the order of sources and rows.
@@ -134,7 +134,7 @@ class SourceParts:
         self._records.write(part, json.dumps(record).encode())
 
     def read_all(self, *, verify: bool = False) -> Iterator[tuple[int, dict[str, Any] | None]]:
-        """The number and the record of each finished part, in order, read some at a time.
+        """The numbers and the records of finished parts, in order, read some at a time.
 
         Args:
             verify: read the files of earlier commands; a part that is not intact comes as None and loses its record.
@@ -242,7 +242,7 @@ class SplitOfParts:
 
     Attributes:
         rows: of all parts so far.
-        files, lengths: its files, and the rows of each, in order.
+        files, lengths: its files, and their rows, in order.
         columns: what all parts have.
         statistics: of all rows.
         has_own_ids: whether rows of some part came with ids.
@@ -277,7 +277,7 @@ class SplitOfParts:
 
 
 class FirstColumns:
-    """The columns of each split's first rows, by which a worker finds other ones while it works, not at the end.
+    """The columns of the splits' first rows, by which a worker finds other ones while it works, not at the end.
 
     Args:
         parts: the job's finished parts, those of other workers included.
@@ -344,7 +344,7 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
     """Check that no id is in two splits; return, by split, how many ids are there more than once.
 
     Ids are compared a bucket of remainders at a time, so memory does not grow with their number: the files' columns of
-    ids are read once for each bucket.
+    ids are read once for a bucket.
 
     Args:
         store: the stage's folder.
@@ -443,7 +443,7 @@ def _list_long_rows(
 
 
 def _compare_labels(column: str, counts: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """Compare each split with `train`, or with the largest one where none has that name."""
+    """Compare the splits with `train`, or with the largest one where none has that name."""
     first = "train" if "train" in counts else max(counts, key=lambda name: sum(counts[name].values()), default=None)
     if first is None:
         return

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 def with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
     """Take the place of this machine or process that a scheduler assigned; raise ConfigError when there is none."""
     found = environment.ranks()
-    # A PyTorchJob sets RANK as well, which numbers its pods, however many processes each has.
+    # A PyTorchJob sets RANK as well, which numbers its pods, however many processes they have.
     machines = environment.find_machines()
     if machines is not None and (found is environment.ALONE or machines.source == "PET_NNODES"):
         return _with_machines(config, machines, use_cpu=use_cpu)
-    # One process of one is a job too; no variable at all means that each machine would train alone.
+    # One process of one is a job too; no variable at all means that machines would train alone.
     if found is environment.ALONE and not environment.is_whole_job():
         looked = ", ".join(environment.LOOKED_FOR)
         raise refused(
@@ -34,7 +34,7 @@ def with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
 
 
 def _with_machines(config: LaunchConfig, found: Machines, *, use_cpu: bool) -> LaunchConfig:
-    """Take the machines that Kubeflow, SkyPilot or dstack started: each starts its own processes."""
+    """Take the machines that Kubeflow, SkyPilot or dstack started: they start their own processes."""
     if found.is_exact and config.processes not in ("auto", found.processes):
         raise refused(
             "processes",
@@ -42,7 +42,7 @@ def _with_machines(config: LaunchConfig, found: Machines, *, use_cpu: bool) -> L
             f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE).",
             "Leave it out, or make them equal.",
         )
-    # A number of GPUs is what each machine has, of which fewer may be used, or none.
+    # A number of GPUs is what machines have, of which fewer may be used, or none.
     if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
         config = replace(config, processes=found.processes)
     if found.most == 1:
@@ -52,7 +52,7 @@ def _with_machines(config: LaunchConfig, found: Machines, *, use_cpu: bool) -> L
 
 
 def _with_ranks(config: LaunchConfig, found: Ranks) -> LaunchConfig:
-    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: each process that it started is a node."""
+    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: the processes that they started are nodes."""
     if found.world_size == 1:
         return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
     rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)

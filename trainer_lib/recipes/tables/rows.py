@@ -104,7 +104,7 @@ class TabularRows:
 
     @property
     def _has_class(self) -> bool:
-        """Whether each row has one class."""
+        """Whether rows have one class."""
         return self.target in (CLASS, ORDER)
 
     @contextmanager
@@ -169,7 +169,7 @@ class TabularRows:
     def _read_all(
         self, files: Mapping[str, Sequence[str]], rename: Mapping[str, str]
     ) -> tuple[Table, dict[str, range]]:
-        """The rows of all splits as one table, and the numbers of each split's rows."""
+        """The rows of all splits as one table, and the numbers of the splits' rows."""
         whole = Table([], {})
         found: dict[str, range] = {}
         for name, addresses in files.items():
@@ -365,7 +365,7 @@ class TabularRows:
         return {split: cut(chosen) for split, chosen in self.splits.items()}
 
     def _mask(self, rows: np.ndarray) -> bytearray:
-        """A byte for each row of the table, which says whether it is among these."""
+        """Bytes for the rows of the table, which say whether they are among these."""
         mask = bytearray(len(self.table))
         np.frombuffer(mask, np.bool_)[rows] = True
         return mask
@@ -424,7 +424,7 @@ class TabularRows:
         return [name for name in order if name in known]
 
     def class_numbers(self, classes: Sequence[str]) -> Sequence[Any]:
-        """The number of each row's class among these ``[rows]``; of several classes 0 or 1 for each of these."""
+        """The numbers of the rows' classes among these ``[rows]``; of several classes 0 or 1 for all of these."""
         rows, codes, names = self._codes
         number = {name: index for index, name in enumerate(classes)}
         numbers = np.array([number[name] for name in names], np.min_scalar_type(len(names)))

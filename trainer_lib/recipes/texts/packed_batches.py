@@ -21,7 +21,7 @@ FIELD = "prepare.options.isolate"
 WAYS = ("positions", "mask")
 """Ways to keep documents of a row apart.
 
-positions: `position_ids` begin again at 0 with each document. transformers makes a block-diagonal mask of them.
+positions: `position_ids` begin again at 0 with every document. transformers makes a block-diagonal mask of them.
 mask: the block-diagonal mask is given as well, for a model that takes one and does not make it.
 """
 NO_TARGET = -100
@@ -91,7 +91,7 @@ def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str)
 
 
 def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[str, Tensor]:
-    """A batch with a document in each row: `input_ids`, `attention_mask` and `labels` ``[batch, tokens]``."""
+    """A batch of rows with one document: `input_ids`, `attention_mask` and `labels` ``[batch, tokens]``."""
     batch = collate_packed(rows, pad=pad, isolate="positions")
     del batch["position_ids"]
     used = torch.tensor([len(row["input_ids"]) for row in rows])
@@ -109,7 +109,7 @@ def flatten_batch(batch: Mapping[str, Tensor], *, isolate: str) -> dict[str, Ten
         isolate: one of `WAYS`.
 
     Returns:
-        The tensors of the batch, `position_ids`, which begin again at 0 with each row, and with "mask"
+        The tensors of the batch, `position_ids`, which begin again at 0 with every row, and with "mask"
         `attention_mask` bool ``[1, 1, tokens, tokens]``, as `collate_packed` has it.
 
     Raises:
@@ -137,7 +137,7 @@ def collate_flat(
 
 
 def _block_diagonal(documents: Tensor) -> Tensor:
-    """The causal mask ``[batch, 1, tokens, tokens]`` within documents, given the number of each token's document."""
+    """The causal mask ``[batch, 1, tokens, tokens]`` within documents, given the numbers of the tokens' documents."""
     longest = documents.shape[1]
     causal = torch.ones(longest, longest, dtype=torch.bool).tril()
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
@@ -254,7 +254,7 @@ def collate_texts(rows: Sequence[Mapping[str, Any]], tokenizer: Any, info: Mappi
         info: what prepare noted: `text`, `length` and `overlong`.
 
     Returns:
-        `wanted` ``[rows]``, the tokens that each text is continued by; `row_of` ``[pieces]``, and `input_ids`,
+        `wanted` ``[rows]``, the tokens that texts are continued by; `row_of` ``[pieces]``, and `input_ids`,
         `attention_mask` and `labels` ``[pieces, tokens]``. Where rows have `new_tokens`, the ends of the texts as well,
         in `prompt_ids` and `prompt_mask` ``[rows, tokens]``, filled up at the beginning.
 
@@ -307,7 +307,7 @@ def batch_prompts(prompts: Sequence[Sequence[int]], *, pad: int) -> tuple[Tensor
 
 
 def row_likelihoods(model: nn.Module, batch: Mapping[str, Tensor], reduce: Any) -> Tensor:
-    """The negative log-likelihood of each text, and its targets ``[rows, 2]``: the sums over its pieces.
+    """The negative log-likelihoods of texts, and their targets ``[rows, 2]``: the sums over their pieces.
 
     Args:
         batch: as `collate_texts` makes it.
@@ -376,11 +376,11 @@ def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor) -> T
 
 
 def generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
-    """The tokens that continue each prompt, at most `new_tokens`, without the one that ends them.
+    """The tokens that continue prompts, at most `new_tokens`, without the one that ends them.
 
     Args:
         model: a model of transformers that generates, in evaluation mode.
-        prompts: tokens of each; those of a similar length share a batch.
+        prompts: their tokens; those of a similar length share a batch.
     """
     ends, device = set(known_ends(model)), next(model.parameters()).device
     made: list[list[int]] = [[] for _ in prompts]

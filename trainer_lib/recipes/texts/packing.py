@@ -62,20 +62,20 @@ def pack_documents(
     counts: dict[str, int],
     window: int = WINDOW,
 ) -> Iterator[dict[str, Any]]:
-    """The rows of the documents, in the order of the first document of each.
+    """The rows of the documents, in the order of their first documents.
 
     Args:
         documents: in their order.
         length: the most tokens of a row.
         overlong: what becomes of a longer document: "split" (pieces of `length` tokens, which do not see each other),
             "drop" or "refuse"; None: no policy was given, and the first one is refused.
-        packed: share a row among documents; False: a row for each piece.
+        packed: share a row among documents; False: one piece in a row.
         counts: of `new_counts`; complete when the last row was given.
         window: tokens that are packed together.
 
     Yields:
-        `input_ids` int32 ``[tokens]``, `lengths` int32 ``[pieces]``: the tokens of each, and `documents` int64
-        ``[pieces]``: the number of the document that each is of; `trained` bool ``[tokens]`` and `source`, a text,
+        `input_ids` int32 ``[tokens]``, `lengths` int32 ``[pieces]``: their tokens, and `documents` int64
+        ``[pieces]``: the numbers of the documents that they are of; `trained` bool ``[tokens]`` and `source`, a text,
         where documents have them.
 
     Raises:
@@ -103,7 +103,7 @@ def pack_documents(
 def best_fit_decreasing(lengths: Sequence[int], size: int) -> list[list[int]]:
     """Pieces that share a row: lists of their numbers, whose lengths add up to at most `size`.
 
-    The longest piece goes first, each into the fullest row that has room for it (D. S. Johnson, Near-optimal bin
+    The longest piece goes first, and always into the fullest row that has room (D. S. Johnson, Near-optimal bin
     packing algorithms, 1973). Among equals the first one goes first, so equal lengths give equal rows.
     """
     rows: list[list[int]] = []

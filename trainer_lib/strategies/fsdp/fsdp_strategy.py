@@ -172,12 +172,12 @@ _log = logging.getLogger(__name__)
 
 
 class FsdpStrategy(Strategy):
-    """Every rank holds some rows of each parameter. Gradients are averaged, as with replicas."""
+    """Every rank holds some rows of all parameters. Gradients are averaged, as with replicas."""
 
     name = "fsdp"
     # Sharding places every tensor by itself, so the Trainer must not move the model.
     places_model = True
-    # Each forward gathers parameters: a rank without samples has to take part with a dummy batch.
+    # Every forward gathers parameters: a rank without samples has to take part with a dummy batch.
     forward_communicates = True
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
@@ -253,19 +253,19 @@ class FsdpStrategy(Strategy):
         return isinstance(model, FSDPModule)
 
     def _divide_layers(self, model: nn.Module) -> None:
-        """Divide what each process computes, before the shards."""
+        """Divide what processes compute, before the shards."""
 
     def _units_of_shards(self, model: nn.Module) -> list[nn.Module]:
         """Modules that other dimensions have divided: their parameters are rows over `shard` alone."""
         return []
 
     def _shard(self, model: nn.Module) -> None:
-        # A warning about each output that is a view; neither the Trainer nor a loss changes outputs in place.
+        # Warnings about outputs that are views; neither the Trainer nor a loss changes outputs in place.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
         settings = self.settings
         # Before the sharding, which replaces every parameter: `adopt_optimizer` knows the old ones by these ids.
         self._names, self._counted = {id(parameter): name for name, parameter in model.named_parameters()}, {}
-        # Also before: afterwards each process has only its part.
+        # Also before: afterwards processes have only their parts.
         first = all_tensors(model) if self.comm.rank == 0 and settings.sync_module_states else {}
         self._divide_layers(model)
         ignored = find_ignored(model, settings.ignored_modules)
@@ -342,7 +342,7 @@ class FsdpStrategy(Strategy):
                 part.set_modules_to_backward_prefetch([part])  # type: ignore[operator]  # a part that prefetches itself prefetches nothing
 
     def _assert_sharded(self, model: nn.Module, ignored: Collection[nn.Parameter]) -> None:
-        """Raise InfrastructureError unless this process holds the part of each parameter that the mode promises."""
+        """Raise InfrastructureError unless this process holds the parts of parameters that the mode promises."""
         shards = 1 if self._mesh is None else self._mesh.shape[-1]
         for name, parameter in model.named_parameters():
             if parameter in ignored or not parameter.ndim:
@@ -484,7 +484,7 @@ class FsdpStrategy(Strategy):
 def _gather_as_plain_tensors(part: Any) -> None:
     """Gather divided layers' parameters as plain tensors, which is what they compute with.
 
-    As `DTensor`s, which torch makes of them, they would cost 40 calls of Python for each parameter in a step.
+    As `DTensor`s, which torch makes of them, they would cost 40 calls of Python for a parameter in a step.
     """
     for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):  # none before torch 2.13
         for param in group.fsdp_params:
