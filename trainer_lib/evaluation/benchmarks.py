@@ -247,7 +247,7 @@ class Suite:
         return loaded
 
     def measure(self, model: Any, batch_size: int, confidence: float | None) -> dict[str, dict[str, float]]:
-        """The metrics of each task with their intervals.
+        """The metrics of the tasks with their intervals.
 
         Args:
             model: one that generates, whole on the device of this process.

@@ -47,7 +47,7 @@ def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
 
 
 def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
-    """Every rank reads the whole loader and keeps one batch of each round."""
+    """Every rank reads the whole loader and keeps one batch of every round."""
     batches, share = iter(loader), comm.data_parallel
     while turn := list(itertools.islice(batches, share.size)):
         real = share.rank < len(turn)
@@ -149,7 +149,7 @@ class EvaluationLoop:
             return {}
         if logits is not None and hooks.trainer.preprocess_logits_for_metrics is not None:
             logits = hooks.trainer.preprocess_logits_for_metrics(logits, labels)
-        # One loss per sample: a batch's mean stands for each of its samples.
+        # One loss per sample: a batch's mean stands for all of its samples.
         losses = None
         if "loss" in self._include and loss is not None:
             losses = loss.detach().reshape(-1).expand(samples) if loss.numel() == 1 else loss.detach()

@@ -17,7 +17,7 @@ from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 
 ROWS, REPEATS, COLUMNS = 500, 5, 50
-"""The most rows that are predicted, how often each column is dealt out, and the most columns."""
+"""The most rows that are predicted, how often columns are dealt out, and the most columns."""
 BATCH = 256
 """Rows of a forward pass at least, because a table's rows are small."""
 _DRAWS, _T = 20, 2.09  # of the rows, for the interval, and Student's quantile for 95 %
@@ -57,7 +57,7 @@ def measure_importance(
     seed: str,
     seconds: float,
 ) -> dict[str, Any] | None:
-    """The importance of each column for the first metric of all rows; None for rows that are no table's.
+    """The importance of columns for the first metric of all rows; None for rows that are no table's.
 
     Args:
         compute: what measured all rows.
@@ -120,7 +120,7 @@ class _Scores:
 
 
 def _predict(batches: Iterable[Any], orders: np.ndarray, labels: Any, deadline: float) -> list[EvalPrediction] | None:
-    """The outputs of each time that the rows were dealt out, beside their labels; None where there is no time."""
+    """The outputs of all times that the rows were dealt out, beside their labels; None where there is no time."""
     spool = PredictionSpool(None)
     try:
         for outputs in batches:

@@ -1,6 +1,6 @@
 """The subgroups of a split's rows on which a model errs most, found among the values of all columns.
 
-Each subgroup is tested against all other rows: shares of wrong classes by Fisher's exact test, absolute errors by
+Subgroups are tested against all other rows: shares of wrong classes by Fisher's exact test, absolute errors by
 Welch's. The p-values are adjusted for the number of subgroups (Holm, 1979), so the worst of many is not taken for news.
 """
 
@@ -68,7 +68,7 @@ def find_weak_groups(
 
 
 def _row_errors(predictions: Any, labels: Any) -> np.ndarray | None:
-    """Whether each row's class is wrong, or how far its number is off; None for other outputs."""
+    """Whether the rows' classes are wrong, or how far their numbers are off; None for other outputs."""
     outputs, truth = np.asarray(predictions), np.asarray(labels)
     if truth.dtype.kind in "iu" and truth.ndim == 1 and len(outputs) == len(truth):
         guessed = outputs.argmax(axis=1) if outputs.ndim == 2 else outputs

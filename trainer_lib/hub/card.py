@@ -1,7 +1,7 @@
 """The model card: a README with a YAML head for the Hub (model-index, licence, tags) and a text for people.
 
 Equal inputs give equal bytes. A card holds no date, run id or path, so publishing again changes nothing. What is
-renewed with each publication stands in marked sections (`card_sections`); the rest is the author's.
+renewed with every publication stands in marked sections (`card_sections`); the rest is the author's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class HardRows:
 class Conversations:
     """The conversations that a model was trained on: its template and system prompt, and what the data has.
 
-    `shapes` has the number of conversations by shape, `splits` of each split conversations, tokens, and those trained;
+    `shapes` has the number of conversations by shape, `splits` by split conversations, tokens, and those trained;
     `tokenizer` is its folder below the card, None where it is not published.
     """
 

@@ -26,7 +26,7 @@ class SliceTable:
     cells: list[list[Any]]
 
     def with_intervals(self) -> SliceTable:
-        """The table with each metric as a text that has its interval, in place of the columns of both ends."""
+        """The table with metrics as texts that have their intervals, in place of the columns of both ends."""
         ends = {name: (f"{name}_low", f"{name}_high") for name in self.columns}
         ends = {name: both for name, both in ends.items() if set(both) <= set(self.columns)}
         bounds = {bound for both in ends.values() for bound in both}
@@ -40,7 +40,7 @@ class SliceTable:
 
 
 def slice_tables(metrics: Mapping[str, Any]) -> dict[str, SliceTable]:
-    """The metrics ``<metric>/<column>/<value>`` of one split as a table for each column."""
+    """The metrics ``<metric>/<column>/<value>`` of one split as tables by column."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for name, measured in metrics.items():
         metric, _, rest = name.partition("/")
@@ -69,7 +69,7 @@ def without_bounds(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def compare_with_baselines(metrics: Mapping[str, float]) -> list[list[str]]:
-    """Each metric that has a margin over what needs no model, as [metric, its value, that of the other, the margin].
+    """Metrics with a margin over what needs no model, as [metric, its value, that of the other, the margin].
 
     A margin is named ``<metric>_over_<base>`` or ``<metric>_below_<base>``, and what it is over ``<base>_<metric>``.
     """

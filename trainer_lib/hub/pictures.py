@@ -120,7 +120,7 @@ def draw_reliability(bins: Sequence[Sequence[float]], title: str) -> str:
     """A reliability diagram: accuracy over confidence; a calibrated model is on the diagonal.
 
     Args:
-        bins: (mean confidence, accuracy, rows) of each; larger points have more rows.
+        bins: their (mean confidence, accuracy, rows); larger points have more rows.
     """
     plane = _Plane((0.0, 1.0), (0.0, 1.0), ("confidence", "accuracy"))
     points = [(sure, right) for sure, right, _ in bins]

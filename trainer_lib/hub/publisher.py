@@ -351,7 +351,7 @@ class Publisher:
                 value=url,
                 remedy="Name it checkpoint-<step>.",
             )
-        # Queued pushes would pile up on a slow connection, each one with an outdated checkpoint.
+        # Queued pushes would pile up on a slow connection, with outdated checkpoints.
         if self.queue.is_busy and not args.hub_always_push:
             _log.info("The previous push is not finished: the checkpoint of step %d is not pushed.", step)
             return None

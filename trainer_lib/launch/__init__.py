@@ -1,6 +1,6 @@
 """Launchers: how worker processes are started and ended, on this machine and on several. Imports no torch.
 
-Each public name is imported from its module when it is first used, because every command reads `LaunchConfig`, and
+Public names are imported from their modules when they are first used, because every command reads `LaunchConfig`, and
 only a command that launches needs the launchers.
 """
 

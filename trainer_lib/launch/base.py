@@ -1,10 +1,10 @@
 """Launch one request: start its ranks, and return its result.
 
-Every launcher runs ``python -m trainer_lib.worker <verb> <run dir>`` for each rank and returns the result that rank 0
+Every launcher runs ``python -m trainer_lib.worker <verb> <run dir>`` for every rank and returns the result that rank 0
 wrote, or raises the failure of the first rank that failed. Launchers differ in what starts the ranks:
 
     process      one worker, no distributed runtime
-    torchrun     N workers through torch's elastic agent; on several machines, one agent each (`launch.nodes`)
+    torchrun     N workers through torch's elastic agent; on several machines, one agent on each (`launch.nodes`)
     accelerate   N workers on this machine through `accelerate launch`
     deepspeed    N workers on this machine through the `deepspeed` launcher
     in_process   the calling process itself (notebooks, ``memory://``); a crash of the work ends the caller
@@ -166,8 +166,8 @@ def launch(
     Args:
         request: what to do. It is written to a private file and sent to other machines: it must not hold a secret.
         env: variables for the workers, which override `config.env`; secrets belong here.
-        on_line: called with each line that the workers print.
-        on_event: called with each progress event (step, loss, …).
+        on_line: called with the lines that the workers print.
+        on_event: called with progress events (step, loss, …).
         should_cancel: polled; once it returns true, the workers are stopped gracefully and `Interrupted` is raised.
         what: what the launch does, for those that wait for its devices; None: its verb.
         shared: other launches may work on this output at the same time (`locks.shared_parts`).
@@ -328,7 +328,7 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
         nodes.write_settings(run_dir, config)
         return nodes.build_command(path)
     if config.kind == "torchrun":
-        # It calls torch.distributed.run; its store listens on loopback only, and it records how each rank ended.
+        # It calls torch.distributed.run; its store listens on loopback only, and it records how ranks ended.
         return [*_PYTHON, "trainer_lib.machines.agent", str(processes), verb, str(path)]
     if config.kind == "accelerate":
         threads = environment["OMP_NUM_THREADS"]

@@ -45,7 +45,7 @@ def describe_places(stacks: Mapping[str, str]) -> str | None:
     """Return where the ranks stand, "rank 1 in collate (recipe.py:12), rank 0 in wait (ops.py:7)"; None if unknown.
 
     Args:
-        stacks: rank -> what faulthandler wrote, the innermost frame of each thread first.
+        stacks: rank -> what faulthandler wrote, the innermost frames of threads first.
     """
     ranks_at: dict[str, list[int]] = {}
     for rank, text in stacks.items():
@@ -87,7 +87,7 @@ def describe_lag(traces: Mapping[int, Any]) -> str:
     """Return one sentence about the ranks that did not enter a collective that others wait in; "" without any.
 
     Args:
-        traces: the content of each rank's trace file, by rank.
+        traces: the contents of the ranks' trace files, by rank.
     """
     for (backend, group), entered in _count_entered(traces).items():
         first, last = max(entered.values()), min(entered.values())

@@ -52,7 +52,7 @@ def follow(
     Args:
         config: must hold `rendezvous`. Without `node_rank`, machines are numbered in the order of their arrival; any
             other unset field is resolved for this machine.
-        on_line: called with each line that this machine's workers print.
+        on_line: called with the lines that this machine's workers print.
         should_cancel: polled; once it returns true, the workers of all machines stop.
 
     Raises:

@@ -97,7 +97,7 @@ class RunDir:
             InfrastructureError: another living process works on this output.
             StorageFullError: the disk of temporary files is full.
         """
-        # Of its own for each of those that share an output, so that none takes another for one that was killed.
+        # Separate for those that share an output, so that none takes another for one that was killed.
         place = uuid.uuid4().hex if shared else f"{engine or ''}{request.get('output', '')}"
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         with _typed_if_full():
@@ -176,7 +176,7 @@ class RunDir:
         return "\n".join(f"--- rank {rank}\n{text}" for rank, text in found)
 
     def read_stacks(self) -> dict[str, str]:
-        """Return the stack that each rank wrote, by rank, without empty ones."""
+        """Return the stacks that ranks wrote, by rank, without empty ones."""
         return {rank: text for rank, text in self._read_by_rank("stack-*.txt").items() if text}
 
     def write_stack(self, rank: str, text: str) -> None:
@@ -188,7 +188,7 @@ class RunDir:
         self._write(f"trace-{int(rank)}.json", text)
 
     def read_traces(self) -> dict[str, str]:
-        """Return the collective trace that each rank wrote, by rank, as JSON text."""
+        """Return the collective traces that ranks wrote, by rank, as JSON texts."""
         return self._read_by_rank("trace-*.json")
 
     def _read_by_rank(self, pattern: str) -> dict[str, str]:

@@ -360,6 +360,6 @@ def _machine() -> str:
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip())
-        # Each container numbers its processes from 1.
+        # Containers number their processes from 1.
         parts.append(os.readlink("/proc/self/ns/pid"))  # noqa: PTH115  # pathlib would call it a path
     return "/".join(parts)

@@ -3,7 +3,7 @@
     claims/000002/00002007/WRITING.json    the claim of part 2007 (`locks.claim`), removed once the part is finished
     claims/<id>.beat                       renewed by the process with that id
 
-Each process takes the first part that is neither finished nor claimed, so a fast one does more of them. The part of a
+Processes take the first part that is neither finished nor claimed, so a fast one does more of them. The part of a
 process that is gone is taken over: at once if it ran on this machine, else after its beat was seen to stand still.
 
 Parts are looked at a block at a time, so that neither a listing nor a set grows with their number.
@@ -146,7 +146,7 @@ class SharedParts:
             if self._claim(part):
                 yield from self._begin(part)
             else:
-                # The others are ahead of us: one look each finds all that they have finished, and that they work on.
+                # The others are ahead of us: one look finds all that they have finished, and that they work on.
                 # What is claimed, or was: on a disk an empty folder stays.
                 claimed = {int(name) for name in self._folder.children(block_name(block)) if name.isdigit()}
                 taken, has_others = self._finished.list_finished(block) | claimed, True

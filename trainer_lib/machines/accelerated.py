@@ -1,4 +1,4 @@
-"""`accelerate launch`, with a record of how each rank ended.
+"""`accelerate launch`, with a record of how ranks ended.
 
 ``python -m trainer_lib.machines.accelerated <run dir> …``: the rest of the command line is accelerate's. The launcher
 runs in this process, as its own command would, so that torchrun's failure, which it does not catch, can be read here.

@@ -1,4 +1,4 @@
-"""torchrun with a store that listens on loopback only, and with a record of how each rank ended.
+"""torchrun with a store that listens on loopback only, and with a record of how ranks ended.
 
 ``python -m trainer_lib.machines.agent <processes> <verb> <run dir>``. On several machines, `trainer_lib.machines.node`
 starts the workers instead, through `run_workers` as well.
@@ -57,7 +57,7 @@ def run_workers(
         master: host and port at which the store of the whole job listens.
 
     Returns:
-        How each failed rank ended (rank, exit code, pid, time); empty if all ended well.
+        How failed ranks ended (rank, exit code, pid, time); empty if all ended well.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(
         logging.CRITICAL
@@ -85,7 +85,7 @@ def run_workers(
 
 
 class DeathWatch(threading.Thread):
-    """Records when each worker died.
+    """Records when workers died.
 
     torchrun reports one time for all, including the workers that it then ended itself, so its report alone does not
     show which one failed first.
@@ -110,7 +110,7 @@ class DeathWatch(threading.Thread):
         self._closed.set()
 
     def describe_endings(self, error: ChildFailedError) -> list[dict[str, Any]]:
-        """Return how each rank in torchrun's failure ended."""
+        """Return how ranks in torchrun's failure ended."""
         return [
             {"rank": rank, "exitcode": end.exitcode, "pid": end.pid, "time": self._died.get(end.pid, end.timestamp)}
             for rank, end in error.failures.items()

@@ -33,7 +33,7 @@ from trainer_lib.launch.supervise import Ending, OomWatch
 from trainer_lib.machines.agent import run_workers
 from trainer_lib.machines.rendezvous import LOST_S, Lost, Pulses, Rendezvous, gather, open_store, reach
 
-# A thread on each machine that watches, during an attempt, whether the others live and what they ask.
+# A thread on every machine that watches, during an attempt, whether the others live and what they ask.
 #
 # The main thread waits in torchrun. This one never uses the workers' process group, and costs them nothing.
 

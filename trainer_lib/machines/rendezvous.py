@@ -3,13 +3,13 @@
 ::
 
     request              the leading machine: what to do, and how many machines it wants
-    arrivals  node/<n>   each follower takes the next number and describes itself
+    arrivals  node/<n>   followers take the next number and describe themselves
     world                the leading machine: who takes part, in order of node rank; itself is 0
     alive/<n>            rises while a machine lives
     account/<n>          how its workers ended: their failure records, their exit codes
     accounts             how many have written that
     end                  the leading machine: stop your workers, the attempt is over
-    stacks  stacks/<n>   the leading machine asks where the workers are; each machine's answer
+    stacks  stacks/<n>   the leading machine asks where the workers are; the machines' answers
     outcome              the leading machine: done, or failed and whether a new attempt follows
     outcome_read         how many machines have read that
 
@@ -119,7 +119,7 @@ def gather(
 ) -> list[dict[str, Any]]:
     """Return the followers that take part, in order of node rank. The leading machine calls this; it is not among them.
 
-    Waits for `most` machines; once `least` are there, `last_call_s` seconds after each arrival for one more.
+    Waits for `most` machines; once `least` are there, `last_call_s` seconds after every arrival for one more.
 
     Raises:
         InfrastructureError: too few came within `patience_s`.

@@ -34,7 +34,7 @@ class Chat:
     Args:
         system: the first turn; None: that of training; empty: none.
         new_tokens: the most tokens of an answer.
-        temperature: 0: the most likely token each time; above: drawn.
+        temperature: 0: always the most likely token; above: drawn.
 
     Attributes:
         turns: those so far, without the first one.

@@ -205,7 +205,7 @@ STATEMENT = "https://in-toto.io/Statement/v1"
 PREDICATE = "https://slsa.dev/provenance/v1"
 BUILD_TYPE = "urn:trainflow:pipeline:v1"
 CONTENT = "trainflowContent"
-"""Name of a digest that is not of a file: SHA-256 over one line `path NUL size NUL sha256` for each file."""
+"""Name of a digest that is not of a file: SHA-256 over lines `path NUL size NUL sha256` of the files."""
 SOURCE = "trainflowSource"
 """Name of a digest that is of a source as declared: of many files, or a server's tag."""
 

@@ -91,7 +91,7 @@ class LoadedModel:
             batch_size: rows of a forward pass; default: the training's `per_device_eval_batch_size`.
 
         Returns:
-            Column -> one value for each row: what the recipe's `prediction_columns` makes of the model's outputs.
+            Column -> values of the rows: what the recipe's `prediction_columns` makes of the model's outputs.
 
         Raises:
             DataError: a row has an unknown column, lacks one, or has a value of another type.
@@ -184,7 +184,7 @@ class LoadedModel:
             args.per_device_eval_batch_size = usual
 
     def columns_of(self, spool: PredictionSpool, order: Sequence[int] | None = None) -> dict[str, Sequence[Any]]:
-        """The columns that the recipe's `prediction_columns` makes of the outputs in a spool, a value for each row.
+        """The columns that the recipe's `prediction_columns` makes of the outputs in a spool, one for every row.
 
         `order`: the places of the rows that the outputs are of; None: they are in the rows' order.
         """

@@ -110,7 +110,7 @@ def read_prepared(data: PreparedData, split: str, loaded: LoadedModel) -> tuple[
 
 
 def _mark(names: list[str], classes: list[str], place: str) -> np.ndarray:
-    """Whether each class is among the names ``[classes]``."""
+    """Whether classes are among the names ``[classes]``."""
     return np.isin(np.arange(len(classes)), [_number_of(name, classes, place) for name in names])
 
 

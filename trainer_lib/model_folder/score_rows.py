@@ -1,4 +1,4 @@
-"""The verb *score_rows*: new rows, read from files, to files of predictions, each row exactly once.
+"""The verb *score_rows*: new rows, read from files, to files of predictions, every row exactly once.
 
 A part of the output holds a fixed range of the rows, whatever file they are from, and is predicted in batches of its
 own. So a run that was killed and continued, and one by several workers, write the same bytes as one that was not.
@@ -225,7 +225,7 @@ class _Scoring:
         """Append the outputs of the good rows to the spool.
 
         Returns:
-            The problem of each row, None for none; and the places of the good ones in the order of the outputs.
+            The problems of the rows, None for none; and the places of the good ones in the order of the outputs.
 
         Raises:
             DataError: a row is bad, and more than `max_errors` are.
@@ -431,7 +431,7 @@ class SeriesReader(RowReader):
 
 
 def read_series(request: ScoreRequest, info: Mapping[str, Any]) -> SeriesReader | None:
-    """The windows, where the files have steps as those of `prepare` had; None: each row is one for the model.
+    """The windows, where the files have steps as those of `prepare` had; None: the model takes the rows themselves.
 
     Raises:
         ConfigError: a setting is for rows. DataError: the steps cannot be read.

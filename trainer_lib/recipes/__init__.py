@@ -161,7 +161,7 @@ class DataInfo:
         return {**self.__dict__, "build_first": None, "_made": {}}  # a data worker makes its own
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """The result of `make` when this process first asked for `name`: a tokenizer that each batch needs."""
+        """The result of `make` when this process first asked for `name`: a tokenizer that all batches need."""
         if name not in self._made:
             self._made[name] = make()
         kept: T = self._made[name]

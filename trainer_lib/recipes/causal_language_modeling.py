@@ -12,7 +12,7 @@
 
 Without `pretrained` or `folder` a byte-level vocabulary is learned from the training texts, and the weights begin at
 random: `train.model: {config: {model_type: llama, hidden_size: 256, …}}`. Training texts are packed into full rows;
-the others have a row each.
+the others have one row.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn ``[rows, 2]`` into columns: the targets of each row, and its perplexity (1 for a row without any).
+    """Turn ``[rows, 2]`` into columns: the targets of rows, and their perplexities (1 for a row without any).
 
     What else a row has are the tokens that continue it.
     """

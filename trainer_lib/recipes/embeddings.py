@@ -10,7 +10,7 @@
       args: {num_train_epochs: 1, learning_rate: 2.0e-5, global_batch_size: 64}
     evaluate: {splits: [validation, test]}
 
-Each query of a batch has to find its text among those of the other queries (van den Oord et al., 2018): the larger
+Queries of a batch have to find their texts among those of the other queries (van den Oord et al., 2018): the larger
 the batch of one device, the harder. One model embeds queries and texts; the cosine is what is near.
 
 Without `pretrained` or `folder` the vocabulary is learned from the training texts, and the weights begin at random:
@@ -96,7 +96,7 @@ class Candidates:
         return len(self._number)
 
     def rights(self, labels: Tensor) -> Tensor:
-        """The number of the candidate of each row ``[rows]``, given its label."""
+        """The numbers of the rows' candidates ``[rows]``, given the labels."""
         return torch.tensor([self._number[label] for label in labels.tolist()], device=labels.device)
 
 
@@ -266,7 +266,7 @@ class Trainer(PlainTrainer):
         rows = self.eval_dataset if eval_dataset is None else eval_dataset
         if isinstance(rows, str):
             rows = self.eval_dataset[rows]
-        if isinstance(rows, Mapping):  # each of them comes here alone
+        if isinstance(rows, Mapping):  # they come here one by one
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         size = self.args.eval_batch_size
         parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
@@ -311,7 +311,7 @@ class Trainer(PlainTrainer):
         return nn.functional.normalize(pooled.float(), dim=-1)
 
     def _contrast(self, queries: Tensor, positives: Tensor, labels: Tensor) -> Tensor:
-        """The loss of each query ``[rows]``; a text that belongs to it twice in the batch is not a wrong one."""
+        """The losses of queries ``[rows]``; a text that belongs to one twice in the batch is not a wrong one."""
         config: Any = self.model.config
         scores = queries @ positives.T / config.embedding_temperature
         is_same = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)

@@ -89,7 +89,7 @@ def _read_mark(value: Any, where: str) -> int:
 def feedback_losses(
     ratios: Tensor, divergence: Tensor, labels: Tensor, *, beta: float, good_weight: float = 1, bad_weight: float = 1
 ) -> Tensor:
-    """The loss of each answer ``[rows]`` (Ethayarajh et al., KTO, 2024, equations 7 and 8 less a constant).
+    """The losses of answers ``[rows]`` (Ethayarajh et al., KTO, 2024, equations 7 and 8 less a constant).
 
     Args:
         ratios: ``[rows]``, the logarithm of an answer's probability less that by the reference.
@@ -169,7 +169,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 class Trainer(PolicyTrainer):
-    """A Trainer that measures the divergence from the reference before each step, and generates answers."""
+    """A Trainer that measures the divergence from the reference before every step, and generates answers."""
 
     _divergence: Tensor | None = None
 

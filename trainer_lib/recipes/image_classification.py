@@ -254,7 +254,7 @@ def augment_training(model: nn.Module, settings: Mapping[str, Any], *, field: st
 
 
 def _augment(images: Tensor, *, flip: bool, shift: float, rotate: float, zoom: float) -> Tensor:
-    """Images ``[batch, channels, height, width]``, each changed by one affine map; edges are continued."""
+    """Images ``[batch, channels, height, width]``, changed by one affine map; edges are continued."""
     # Five numbers for an image whatever is switched on: one setting does not change the draws of another.
     draws = torch.rand(len(images), 5, device=images.device) * 2 - 1
     turn = draws[:, 0] * torch.pi * rotate / 180

@@ -95,7 +95,7 @@ LOSSES = ("sigmoid", "ipo", "orpo")
 
 
 def preference_losses(ratios: Tensor, *, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> Tensor:
-    """The loss of each pair ``[pairs]``.
+    """The losses of pairs ``[pairs]``.
 
     Args:
         ratios: ``[pairs, 2]``, of the chosen and of the rejected answer: the logarithm of its probability less that

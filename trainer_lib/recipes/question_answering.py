@@ -55,7 +55,7 @@ _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
 
 
 def score_answer(predicted: str, answers: Sequence[str]) -> tuple[float, float]:
-    """Exact match and F1 over words, each with the best of the answers; an empty text says that there is no answer."""
+    """Exact match and F1 over words, both with the best of the answers; an empty text says that there is no answer."""
     own = _words(predicted)
     both = [(float(own == true), _f1(own, true)) for true in map(_words, answers)]
     return max(exact for exact, _ in both), max(f1 for _, f1 in both)
@@ -139,7 +139,7 @@ class QuestionRows(TextRows):
         return {self.options["context"]: read_exact_text, self.options["answers"]: _read_answers}
 
     def answers(self) -> list[list[Answer]]:
-        """The answers of each row, with their starts; an empty list for a question without any.
+        """The answers of rows, with their starts; an empty list for a question without any.
 
         Raises:
             DataError: an answer is not in its context, or not where the row says; or no training row has an answer.
@@ -320,7 +320,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 def _find_tokens(spans: Tensor, characters: Tensor, nowhere: Tensor) -> tuple[Tensor, Tensor]:
-    """The first and the last token of the answer in each window ``[windows]``; `nowhere` where it has not all of it."""
+    """The first and the last token of the answer in windows ``[windows]``; `nowhere` in one without all of it."""
     first, last = spans[:, :1], spans[:, 1:]
     begin, behind = characters.unbind(dim=-1)
     covers = (begin <= last) & (behind > first) & (begin >= 0)

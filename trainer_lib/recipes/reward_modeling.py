@@ -54,7 +54,7 @@ class RankedPairs(PreferredPairs):
     }
 
     def margins(self) -> Any:
-        """The least difference of the scores of each row. Raises DataError for another value than a number."""
+        """The least difference of the scores of the rows. Raises DataError for another value than a number."""
         if (name := self.options["margin"]) is None:
             return [0.0] * len(self.table)
         self.table.require(name, field="prepare.options.margin")
@@ -118,7 +118,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 def reward_losses(scores: Tensor, margins: Tensor) -> Tensor:
-    """The loss of each pair ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first, and margins ``[pairs]``.
+    """The losses of pairs ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first, and margins ``[pairs]``.
 
     It is that of Bai et al., Training a Helpful and Harmless Assistant, 2022, with the margin of Touvron et al., Llama
     2, 2023, equation 2.

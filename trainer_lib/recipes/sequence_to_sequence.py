@@ -69,7 +69,7 @@ class TextsToWrite(TextRows):
         **TEXTS,
         "text": None,  # column with the texts to read
         "target": None,  # column with the texts to write
-        "prefix": "",  # is put before each text to read, for models that need the name of their task
+        "prefix": "",  # is put before all texts to read, for models that need the name of their task
         "target_length": 64,  # tokens of a text to write; longer ones are cut
     }
 
@@ -102,7 +102,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 
 def _tokens_of(targets: Sequence[str], tokenizer: Any, *, longest: int | None) -> list[list[int]]:
-    """The tokens of texts to write, each with the token for the end behind it."""
+    """The tokens of texts to write, with the token for the end behind them."""
     end = tokenizer.eos_token_id
     made = tokenizer(text_target=list(targets), truncation=longest is not None, max_length=longest, verbose=False)[
         "input_ids"

@@ -119,7 +119,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         shape=", ".join(shapes),
         shapes=dict(shapes),
         chat_template=template.tokenizer.chat_template,
-        summary=[_describe_shapes(shapes)],  # a sentence for each split follows when its rows were read
+        summary=[_describe_shapes(shapes)],  # sentences for the splits follow when its rows were read
         unpublished=["conversations.json", "conversations.txt"],  # they quote the data
         packing=counts,  # complete when all rows were read
         ends={name: getattr(template.tokenizer, name) for name in ENDS},
@@ -325,7 +325,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:
-    """Turn ``[rows, 3]`` into columns about the answers of each row, or tokens into the answers to new rows."""
+    """Turn ``[rows, 3]`` into columns about the answers of rows, or tokens into the answers to new rows."""
     if predictions.dtype.kind in "iu":
         return {"answer": decode_tokens(predictions, data)}
     _, targets, right = predictions.astype(np.float64).T

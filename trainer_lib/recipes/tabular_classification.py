@@ -39,7 +39,7 @@ __all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "p
 
 NET: dict[str, Any] = {
     "hidden": [128, 128],  # sizes of the layers
-    "dropout": 0.1,  # probability, after each of them
+    "dropout": 0.1,  # probability, after all of them
 }
 """The settings of the network (`train.model`), with their defaults."""
 
@@ -82,7 +82,7 @@ class TabularNet(nn.Module):
         texts: column of texts -> the texts in the training rows; any other text counts as unknown.
         outputs: size of the output.
         hidden: sizes of the layers.
-        dropout: probability, after each layer.
+        dropout: probability, after every layer.
     """
 
     mean: Tensor
@@ -128,7 +128,7 @@ class TabularNet(nn.Module):
 
 
 class Classifier(TabularNet):
-    """A `TabularNet` with an output for each class."""
+    """A `TabularNet` with classes as outputs."""
 
     def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
         """Logits ``[batch, classes]``; with labels ``[batch]`` the cross-entropy as well."""
@@ -166,7 +166,7 @@ class Regressor(TabularNet):
 
 # -- the recipe -------------------------------------------------------------------------------------------------------
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Read the table (options: `recipe_options.DEFAULTS`), and label the rows of each split.
+    """Read the table (options: `recipe_options.DEFAULTS`), and label the rows of the splits.
 
     Returns:
         For every split its rows: the features by name, `labels` (of a class its number, 0 on) and `row_id`.

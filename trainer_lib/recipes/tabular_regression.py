@@ -26,5 +26,5 @@ __all__ = ["build_model", "collate", "compute_metrics", "prediction_columns", "p
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
-    """Read the table (options: `recipe_options.DEFAULTS`), and label the rows of each split with their number."""
+    """Read the table (options: `recipe_options.DEFAULTS`), and label the rows of the splits with their number."""
     return tabular_classification.prepare({"target": NUMBER, **options}, out)  # type: ignore[typeddict-unknown-key]

@@ -1,4 +1,4 @@
-"""Searching with Ray Tune: each trial is a process of Ray, several at the same time, on one machine or a cluster.
+"""Searching with Ray Tune: trials are processes of Ray, several at the same time, on one machine or a cluster.
 
 Tune proposes values, ends trials early, starts them again after their process died, and has them continue others. Of a
 trial it keeps a pointer to one of our checkpoints, which stays in the trial's own folder. What makes the Trainer in a
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def best_run(trials: list[Any], direction: str) -> BestRun:
-    """The best of Tune's trials, by what each reported last.
+    """The best of Tune's trials, by what they reported last.
 
     Raises:
         Interrupted: some are still under way.

@@ -1,4 +1,4 @@
-"""One trial in a process of its own: it trains in its folder, and reports each evaluation and its newest checkpoint.
+"""One trial in a process of its own: it trains in its folder, and reports its evaluations and its newest checkpoint.
 
 ::
 

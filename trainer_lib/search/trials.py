@@ -41,7 +41,7 @@ class TrialRunner:
     """Runs a Trainer's trials, and reports their evaluations to the search.
 
     Args:
-        trainer: trains and evaluates each trial.
+        trainer: trains and evaluates the trials.
         parts: restores the Trainer.
         takes_trial: whether a `model_init` takes the trial.
     """

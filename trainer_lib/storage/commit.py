@@ -159,7 +159,7 @@ def verify_files(
         store: the folder.
         commit: its commit.
         digests: read every byte and compare digests; False compares presence and sizes only (one listing).
-        on_read: takes the number of bytes of each piece that was read.
+        on_read: takes the numbers of bytes of the pieces that were read.
 
     Raises:
         StorageError: the store cannot be read, which says nothing about the files; another try may help.

@@ -327,7 +327,7 @@ def _identity(folder: Path) -> list[int]:
 
 
 def make_folders(path: Path, mode: int = 0o777) -> None:
-    """Make folders as `makedirs` does, and make the entry of each new one durable.
+    """Make folders as `makedirs` does, and make the entries of new ones durable.
 
     Args:
         mode: of `path`, where it is new.

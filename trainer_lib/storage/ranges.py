@@ -28,7 +28,7 @@ Range = tuple[int, int]
 
 
 def windowed(fetch: Fetch, ranges: Iterable[Range]) -> Iterator[Buffer]:
-    """Yield the bytes of each range in order, while requests for the next ones are in flight. `close` cancels those.
+    """Yield the bytes of ranges in order, while requests for the next ones are in flight. `close` cancels those.
 
     Raises:
         OSError: the store sent fewer bytes than a range has.
@@ -62,7 +62,7 @@ def pieces(start: int, end: int) -> Iterator[Range]:
 
 
 def scatter(read: Callable[[Iterable[Range]], Iterator[Buffer]], parts: Sequence[tuple[int, memoryview]]) -> None:
-    """Fill each buffer with the bytes from its position on; read neighbours in one request and no byte twice.
+    """Fill buffers with the bytes from their positions on; read neighbours in one request and no byte twice.
 
     Args:
         read: yields the bytes of ranges in order.

@@ -81,7 +81,7 @@ class S3Backend(RemoteBackend):
     def _client_for_parts(self) -> Any:
         """The client that sends parts: over plain HTTP one that does not sign the payload, over TLS the usual one.
 
-        Signing means hashing each part a second time. The store verifies each part's CRC32, and the SHA-256 in the
+        Signing means hashing parts a second time. The store verifies the parts' CRC32, and the SHA-256 in the
         commit file, which is itself signed, reveals tampering. A client configured to sign payloads does sign.
         """
         options = dict(self.fs.config_kwargs)

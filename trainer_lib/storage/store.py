@@ -199,7 +199,7 @@ class Store:
     def pinned(self) -> Iterator[None]:
         """Inside the block, neither make a local folder again after it was renamed or removed, nor write there.
 
-        Raises StorageError when it cannot be made; each later write raises a StorageGoneError.
+        Raises StorageError when it cannot be made; later writes raise a StorageGoneError.
         """
         with contextlib.ExitStack() as stack:
             if isinstance(self._backend, LocalBackend):

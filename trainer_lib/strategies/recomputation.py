@@ -21,7 +21,7 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
 _FIELD = "gradient_checkpointing_kwargs"
-#: Operators by the names that people use; each kernel of attention is an operator.
+#: Operators by the names that people use; kernels of attention are operators.
 _OPERATORS = {
     "mm": ("aten.mm", "aten.addmm", "aten.bmm", "aten.baddbmm", "aten._scaled_mm"),
     "sdpa": tuple(
@@ -36,7 +36,7 @@ class Recomputation:
     """Settings by which blocks save memory.
 
     Attributes:
-        every: recompute each n-th block; 0 recomputes none.
+        every: recompute every n-th block; 0 recomputes none.
         save: operators whose results recomputed blocks keep.
         blocks: names of the blocks' classes; empty: the layers that the model repeats.
         offload: what blocks keep for the backward is in the CPU's memory.

@@ -92,7 +92,7 @@ class TrackingCallback(TrainerCallback):
         for tracker in self.trackers:
             tracker.log(numbers, int(state.global_step))
         if not self._training:
-            # No event announces the last evaluation, so each one outside of training closes what it opened.
+            # No event announces the last evaluation, so every one outside of training closes what it opened.
             self.close("FINISHED")
 
     @override

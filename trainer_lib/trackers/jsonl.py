@@ -1,10 +1,10 @@
 """The simplest tracker: `metrics.jsonl` in the output directory, one JSON object per log call.
 
-Each line is `{"step": 20, "time": <seconds since 1970>, "loss": 0.31, …}`. Every line is strict JSON: values that are
+A line is `{"step": 20, "time": <seconds since 1970>, "loss": 0.31, …}`. Every line is strict JSON: values that are
 not finite are the strings "NaN", "Infinity" and "-Infinity". A training resumed at step s drops the lines beyond s,
 because it is about to repeat them, so a step never appears twice.
 
-On a local disk each line is appended at once. An object on a remote store cannot be appended to, so there the lines are
+On a local disk lines are appended at once. An object on a remote store cannot be appended to, so there the lines are
 kept in memory and a background thread writes the whole object, at most every `UPLOAD_S` seconds and on `close`.
 """
 
@@ -33,7 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class LineFile:
-    """One file of lines, each of which ends in a line break.
+    """One file of lines, which all end in a line break.
 
     Args:
         store: the folder of the file.

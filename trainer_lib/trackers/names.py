@@ -66,7 +66,7 @@ def group_results(stage: str, metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def with_intervals(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Metrics as texts, each with its interval, `0.95 (0.93 to 0.97)`, in place of `<name>_low` and `<name>_high`."""
+    """Metrics as texts with their intervals, `0.95 (0.93 to 0.97)`, in place of `<name>_low` and `<name>_high`."""
     texts = {name: number_words(value) for name, value in metrics.items()}
     for name in metrics:
         ends = f"{name}_low", f"{name}_high"

@@ -2,7 +2,7 @@
 
 A *session* is a folder in which one process keeps what it logs about one run, in order::
 
-    <root>/<nanoseconds>-<pid>-<random>/        <root> is <storage>/spool/<uid>: each user has a private folder
+    <root>/<nanoseconds>-<pid>-<random>/        <root> is <storage>/spool/<uid>: users have private folders
         session.json    where it goes: the server's address without credentials, the run; without it there is no session
         points.jsonl    one record per line, appended: points, tags, parameters, files, the end
         files/          the bytes of logged files that lie nowhere else
@@ -300,7 +300,7 @@ class Session:
         return now_ms()
 
     def read(self, offset: int, limit: int | None = None) -> Iterator[tuple[dict[str, Any], int]]:
-        """Yield the records of the whole lines between an offset and a limit, each with the offset behind it.
+        """Yield the records of the whole lines between an offset and a limit, with the offsets behind them.
 
         The limit is the session's unless one is given. A line that is not a record, because a crash has torn it,
         yields an empty one.

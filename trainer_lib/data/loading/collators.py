@@ -4,7 +4,7 @@
 `transformers`: ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``. Those for masked
 and permuted language models are in `masking`; `flattening` concatenates without padding.
 
-With ``return_tensors="np"`` each of them returns NumPy arrays of the same values, shapes and kinds.
+With ``return_tensors="np"`` all of them return NumPy arrays of the same values, shapes and kinds.
 """
 
 from __future__ import annotations
@@ -238,7 +238,7 @@ class DataCollatorForTokenClassification(DataCollatorMixin):
 
 @dataclass
 class DataCollatorForMultipleChoice(DataCollatorMixin):
-    """Pads samples of several choices each, so that all choices of all samples have one length."""
+    """Pads samples of several choices, so that all choices of all samples have one length."""
 
     tokenizer: Pads
     padding: bool | str = True

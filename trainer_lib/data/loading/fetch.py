@@ -50,7 +50,7 @@ class Fetch(Dataset[Any]):
     Args:
         dataset: map-style.
         collate: list of samples -> batch.
-        seed: the seed from which, with epoch and index, each sample's seed follows.
+        seed: the seed from which, with epoch and index, the samples' seeds follow.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:

@@ -46,7 +46,7 @@ def count_samples(batch: Any, given: int | None = None) -> int | None:
     if parts is None:
         return len(batch) if isinstance(batch, Sized) and not isinstance(batch, str | bytes) else None
     if isinstance(batch, MAPPINGS):
-        # A list of texts has one for each sample; a list of tensors has one for each sample, or for each input.
+        # A list of texts has one for every sample; a list of tensors one for every sample, or for every input.
         texts = [part for part in parts if isinstance(part, list | tuple) and part and batch_size_of(part) is None]
         if texts:
             return len(texts[0])

@@ -37,7 +37,7 @@ class _Part(NamedTuple):
 
 
 class Shares(IterableDataset[_Part]):
-    """Cuts a stream into rounds of ranks x micro-batch samples and collates this rank's part of each round.
+    """Cuts a stream into rounds of ranks x micro-batch samples and collates this rank's part of a round.
 
     The random generators are seeded by (seed, epoch, round) for every round and restored after it, so a resumed stream
     draws the same numbers, and dropout is not affected.
@@ -99,7 +99,7 @@ class Shares(IterableDataset[_Part]):
             room = room - len(unit) or self._global_batch  # a round never crosses the end of a global batch
 
     def _read_to_first_round(self, skip: Skip) -> Iterator[Any]:
-        """Read the stream up to the first round. Each round is read under its own seed, as in the interrupted run."""
+        """Read the stream up to the first round. Rounds are read under their own seeds, as in the interrupted run."""
         skip.begin()
         samples: Iterator[Any] | None = None
         room = self._global_batch
@@ -283,7 +283,7 @@ class IterableLoader(DataLoader[Any]):
         order = {
             "kind": "iterable",
             "workers": self.num_workers,
-        }  # workers determine the order: each reads its own stream or part
+        }  # workers determine the order: they read their own streams or parts
         state: dict[str, Any] = {"order": order, "global_batch": self.global_batch}
         stream = self.shares.stream
         if (

@@ -78,7 +78,7 @@ def _return_batch(batch: Any) -> Any:
 
 
 class _KeySampler:
-    """Yields the samples of each batch to torch's DataLoader, in the training process."""
+    """Yields the samples of batches to torch's DataLoader, in the training process."""
 
     def __init__(self, order: Order, plan: BatchPlan) -> None:
         self.order = order
@@ -106,7 +106,7 @@ class _KeySampler:
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
-    """End persistent workers. Left to the garbage collector, each of them would be waited for, up to 5 s."""
+    """End persistent workers. Left to the garbage collector, all of them would be waited for, up to 5 s each."""
     iterator: Any = getattr(loader, "_iterator", None)
     if iterator is not None:
         loader._iterator = None  # first: an interrupted shutdown must not be used again
@@ -211,7 +211,7 @@ class TrainLoader(_SeededLoader):
         return (Micro(batch, real, stop - start) for batch, (start, stop, real) in zip(self, shares, strict=True))
 
     def _sizes(self, start_step: int) -> Iterator[int]:
-        """Samples of each micro-batch from a step on, with one rank."""
+        """Samples of the micro-batches from a step on, with one rank."""
         full, last = self.plan.num_samples // self.global_batch, self.plan.steps_per_epoch - 1
         sizes = [[stop - start for start, stop, _ in self.keys.shares(step)] for step in (0, last)]
         every = itertools.chain.from_iterable(itertools.repeat(sizes[0], max(0, full - start_step)))
@@ -251,7 +251,7 @@ class EvalLoader(_SeededLoader):
     Attributes:
         rounds: number of rounds, equal on every rank; this rank may have one batch fewer.
         rows: the rows [start, stop) of the dataset that all ranks read together.
-        slices: the rows [start, stop) of each of this rank's batches.
+        slices: the rows [start, stop) of this rank's batches.
         equal_rounds: whether iteration gives a rank without rows in the last round a dummy batch there, for a loop of
             the user's own whose steps communicate.
         in_dummy_batch: whether the batch that iteration gave last is a dummy.

@@ -191,7 +191,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
     """Batches for permuted language models: spans to predict, and which token may see which.
 
-    Spans of 1 to `max_span_length` tokens are targets, each in a context of its length divided by `plm_probability`.
+    Spans of 1 to `max_span_length` tokens are targets, in contexts of their length divided by `plm_probability`.
     The two halves of a sequence are permuted alike, since a memory of half its length is assumed. Source: Yang et al.,
     "XLNet" (2019, https://arxiv.org/abs/1906.08237).
 

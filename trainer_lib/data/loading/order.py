@@ -36,7 +36,7 @@ _Words = npt.NDArray[np.uint64]
 
 _SORTED_LIMIT = 1 << 16  # below this a Feistel network has too few bits to shuffle well, and sorting is cheap
 _BLOCK = 1024  # positions computed together: a NumPy call costs as much as hundreds of positions
-_ROUNDS = 8  # of the Feistel network: each half is changed four times
+_ROUNDS = 8  # of the Feistel network: both halves are changed four times
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -115,7 +115,7 @@ class RandomOrder:
         outside = found >= np.uint64(self.num_samples)
         while (
             outside.any()
-        ):  # the domain has less than twice the samples: each round leaves less than half of them outside
+        ):  # the domain has less than twice the samples: a round leaves less than half of them outside
             found[outside] = _permute(found[outside], key, bits)
             outside = found >= np.uint64(self.num_samples)
         return found.astype(np.int64)
@@ -132,7 +132,7 @@ def _permute(values: _Words, key: _Words, bits: int) -> _Words:
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = values & low_mask, values >> low_bits
     for number in range(_ROUNDS):
-        # Even rounds change the low half, odd rounds the high one; each can be undone, so no two values collide.
+        # Even rounds change the low half, odd rounds the high one; all can be undone, so no two values collide.
         round_key = derive(number, int(key[0]))
         if number % 2 == 0:
             low = low ^ (mix(high ^ round_key) & low_mask)

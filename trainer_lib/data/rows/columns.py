@@ -127,7 +127,7 @@ class Schema:
                     self._refuse_type(first_row + index, name, column, type(value).__name__)
             return pa.array(values, type=self.arrow.field(name).type)
         dtype = np.dtype(column.dtype)
-        # Numbers of Python's become an array at once, others one by one: each is checked.
+        # Numbers of Python's become an array at once, others one by one, with checks.
         items: Iterable[Any] = (flat := np.asarray(values if set(map(type, values)) in ({int}, {float}) else 0))
         if column.kind != "scalar" or not flat.ndim or flat.dtype != dtype:
             items = [self._convert_item(value, name, column, dtype, first_row + i) for i, value in enumerate(values)]

@@ -21,7 +21,7 @@ def convert_together(values: Sequence[Any], column: Column) -> Sequence[Any] | n
     """The values of rows in their column's type, in a tenth of the time that they take one by one.
 
     Returns:
-        An array ``[rows, …]``, or a list of one value for each row; None where it is not certain that these are the
+        An array ``[rows, …]``, or a list of the rows' values; None where it is not certain that these are the
         values which conversion one by one gives, or a value may be bad.
     """
     if column.kind in ("string", "bytes"):
@@ -102,7 +102,7 @@ class GivenRows(Sequence[dict[str, Any]]):
                     raise refuse_row(place(number), name, "the rows before this one do not have the column")
         self._length = len(given)
         self._columns: dict[str, Sequence[Any] | np.ndarray] = {}
-        # All at once: an array for each value costs more than reading it from its file.
+        # All at once: arrays for the values cost more than reading it from its file.
         for name in self.column_names if are_alike or _have_exactly(given, self.column_names) else ():
             if (values := convert_together([row[name] for row in given], known[name])) is not None:
                 self._columns[name] = values
@@ -299,7 +299,7 @@ def in_order(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
     """Results ``[rows, …]`` by the rows' own order.
 
     Args:
-        order: the place that each of them has among the rows.
+        order: the places that they have among the rows.
 
     Raises:
         DataError: there is not one for each row.

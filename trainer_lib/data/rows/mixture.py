@@ -48,7 +48,7 @@ class Mixture:
 
         Args:
             info: what prepare counted (`rows` and `tokens`: split -> name -> count), and the settings of the spec
-                (`sources`, each with `name`, `weight`, `epochs` and `tokens`; `temperature`; `schedule`, pairs of step
+                (`sources`, with `name`, `weight`, `epochs` and `tokens`; `temperature`; `schedule`, pairs of step
                 and weights).
 
         Raises:
@@ -90,7 +90,7 @@ def _budget(info: Mapping[str, Any], split: str, entry: Mapping[str, Any]) -> in
 def count_sources(
     rows: Iterable[Mapping[str, Any]], names: Sequence[str], split: str, info: dict[str, Any], limit: int | None = None
 ) -> Iterator[Mapping[str, Any]]:
-    """The rows of a split, at most `limit` of each source; counts them and their tokens into `info` for `Mixture.of`.
+    """The rows of a split, at most `limit` of a source; counts them and their tokens into `info` for `Mixture.of`.
 
     Raises:
         DataError: a row has no source of the mixture, or stands behind a row of a later one.

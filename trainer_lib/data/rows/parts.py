@@ -26,7 +26,7 @@ ERROR = "error"
 """Column with what is wrong with a row, where bad rows are allowed."""
 RECORDS = "records"
 _NAME = re.compile(r"(\d{8,})\.json")
-_AT_ONCE = 16  # records that are read at a time: on an object store each takes a while, and little else
+_AT_ONCE = 16  # records that are read at a time: on an object store they take a while, and little else
 
 MAX_RECORD_BYTES = 1 << 20
 
@@ -71,7 +71,7 @@ class PartRecords:
         return not any(map(self.list_block, self.list_blocks()))
 
     def look_at_all(self, look: Callable[[int], T]) -> Iterator[tuple[int, T]]:
-        """Call a function for each part with a record, in threads; yield in order what it returns."""
+        """Call a function for parts with a record, in threads; yield in order what it returns."""
         with ThreadPoolExecutor(_AT_ONCE) as threads:
             for block in self.list_blocks():
                 numbers = sorted(self.list_block(block))
@@ -123,7 +123,7 @@ def _match(store: Store, path: str, settings: Mapping[str, Any], data: bytes, *,
 
 
 class NumberedParts:
-    """The files of one job, ``<folder>/part-00007.<ending>`` for part 7, of which several processes write some each.
+    """The files of one job, ``<folder>/part-00007.<ending>`` for part 7, which several processes write.
 
     Args:
         store: the job's folder.
@@ -213,14 +213,14 @@ def numbered_parts(store: Store, key: str, file_format: str) -> NumberedParts:
 
 
 def split_parts(store: Store, split: str, *, rows: int, rows_per_file: int) -> NumberedParts:
-    """The files with a split's predictions below a stage's folder; each holds a fixed range of the rows."""
+    """The files with a split's predictions below a stage's folder; they hold fixed ranges of the rows."""
     return NumberedParts(
         store, f"{FOLDER}/{split}", "parquet", lambda part: {"rows": list(row_range(part, rows, rows_per_file))}
     )
 
 
 def sum_parts(store: Store, split: str, *, rows: int, rows_per_range: int) -> NumberedParts:
-    """The files with what each range of a split's rows adds to the sums of its metrics, while it is evaluated."""
+    """The files with what ranges of a split's rows add to the sums of its metrics, while it is evaluated."""
     return NumberedParts(
         store, f"{SUMS}/{split}", "json", lambda part: {"rows": list(row_range(part, rows, rows_per_range))}
     )

@@ -1,4 +1,4 @@
-"""Predictions as files of fixed row ranges, each written exactly once, whatever crashes in between.
+"""Predictions as files of fixed row ranges, all written exactly once, whatever crashes in between.
 
 ``predictions/<split>/part-00007.parquet``, and of new rows ``predictions/part-00007.parquet`` (or ``.jsonl``), always
 holds rows [7n, 8n) and is written as a whole. A repeated run keeps finished parts (`trainer_lib.data.rows.parts`).
@@ -95,7 +95,7 @@ class RowPredictionWriter:
             columns: name -> one value per good row, such as an array ``[rows, …]``.
             notes: what the process that commits the parts has to know.
             text_ids: the ids are texts, not integers.
-            errors: ``[rows]``, a text for each bad row and None for a good one, as a column; None: no such column.
+            errors: ``[rows]``, a text for a bad row and None for a good one, as a column; None: no such column.
 
         Raises:
             DataError: a column is called row_id or error, cannot be stored, or has another number of rows.
@@ -179,7 +179,7 @@ def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, 
     """Build the table of predicted rows.
 
     Args:
-        row_ids: the id of each row.
+        row_ids: the ids of the rows.
         columns: name -> one value per row, such as an array ``[rows, …]``.
         rows: the number of rows.
         of: what is predicted, for errors.

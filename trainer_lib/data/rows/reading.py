@@ -106,7 +106,7 @@ class Reading:
         return f"{match[1]}{re.sub(r'[^0-9]', '', match[2])}{fraction}{match[4]}"
 
     def open_csv(self, stream: Any, file: RowFile, usual: str, notes: list[str]) -> Iterator[tuple[int, list[str]]]:
-        """The values of each line behind its number, that with the names first; `usual` is the usual separator.
+        """The values of lines behind their numbers, that with the names first; `usual` is the usual separator.
 
         Args:
             stream: a buffered stream of bytes.
@@ -216,7 +216,7 @@ def folder_columns(path: str) -> dict[str, str | None]:
 
 
 def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -> Iterator[tuple[int, list[Any]]]:
-    """The values of each row of a workbook's sheet behind its number, that with the names first.
+    """The values of rows of a workbook's sheet behind their numbers, that with the names first.
 
     Raises:
         MissingExtraError: openpyxl is not installed. ConfigError: there is no such sheet.

@@ -3,7 +3,7 @@
     name.csv, .tsv, .jsonl, .json, .xlsx   row after row, when it is needed; all but the last may be packed
     name.parquet, .arrow                   a batch of rows at a time
 
-Each row knows its file, its number in that file from 0 on and, in a text, its line: errors name them. A row is first
+Rows know their file, their number in that file from 0 on and, in a text, their line: errors name them. A row is first
 what its file has for it, such as a line. Values cost far more: rows that are left out get none.
 """
 
@@ -467,7 +467,7 @@ def read_rows(
     """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
 
     Args:
-        notes: gets a sentence about each CSV file of an unusual form.
+        notes: gets sentences about CSV files of an unusual form.
         reading: how they are written.
         bad: gets the errors of rows that cannot be read, which are passed over; None: the first one is raised.
 

@@ -1,4 +1,4 @@
-"""Writes prepared data: each split as Arrow shards of a fixed number of rows, so that a crash costs one shard.
+"""Writes prepared data: splits as Arrow shards of a fixed number of rows, so that a crash costs one shard.
 
 ``data/<split>/00000.arrow`` is an uncompressed Arrow IPC file with one record batch. A reader maps it and reads single
 rows. ``records/data/<split>/00000.arrow.json`` records that the shard is finished. A run that is repeated under the
@@ -165,7 +165,7 @@ class ArrowSplit:
         return shard, index - self._starts[shard]
 
     def _row_starts(self, lengths: Sequence[int]) -> list[int]:
-        """The first row of each shard. Without `lengths` all shards but the last have the length of the first."""
+        """The first rows of shards. Without `lengths` all shards but the last have the length of the first."""
         if lengths:
             return list(accumulate(lengths, initial=0))[:-1]
         if len(self._shards) == 1:
@@ -215,7 +215,7 @@ def _create_getter(array: pa.Array, column: Column) -> Getter:
         scalars = array.to_numpy(zero_copy_only=False)
         return lambda row: scalars[row].item()
     dtype = np.dtype(column.dtype)
-    # A byte for each boolean, as `columns` stores them.
+    # Booleans as bytes, as `columns` stores them.
     values = array.values.to_numpy().view(np.bool_) if dtype.kind == "b" else array.values.to_numpy()
     if column.kind == "array":
         shaped = values.reshape(len(array), *column.shape)
@@ -256,7 +256,7 @@ class SplitWriter:
         split: name of the split, and of its folder.
         shard_rows: rows per shard.
         allow_nan: store NaN and infinite values instead of refusing them.
-        on_shard: called with the number of rows so far after each shard.
+        on_shard: called with the number of rows so far after every shard.
 
     Attributes:
         files: the shards, written or kept, in order.

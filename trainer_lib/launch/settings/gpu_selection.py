@@ -11,7 +11,7 @@ from pathlib import Path
 from trainer_lib.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
-DRIVER_FILES = Path("/proc/driver/nvidia/gpus")  # a folder for each, named by its place on the bus
+DRIVER_FILES = Path("/proc/driver/nvidia/gpus")  # folders named by their places on the bus
 # How many processes like this one have launches at the same time, as the slots of a sweep do.
 SHARED_BY = "TRAINFLOW_SHARED_BY"
 ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")

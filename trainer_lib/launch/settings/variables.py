@@ -56,7 +56,7 @@ def engine_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
 
 
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
-    """Number of CPU threads of each worker, as a variable's value."""
+    """Number of CPU threads of a worker, as a variable's value."""
     # Shared out, so that the ranks do not compete; a fixed number also fixes the order of additions.
     return str(config.threads or environment.get("OMP_NUM_THREADS") or max(1, core_share() // int(config.processes)))
 

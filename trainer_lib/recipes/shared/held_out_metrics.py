@@ -1,4 +1,4 @@
-"""Metrics of held-out rows, each beside what a model without any input would reach on the very same rows.
+"""Metrics of held-out rows, beside what a model without any input would reach on the very same rows.
 
 That model knows the best constant for these rows: their most frequent class, their mean. It is at least as good as the
 constant that training would give, so a margin above zero is earned. For a resample of rows, `whole` has the labels of
@@ -67,7 +67,7 @@ def measure_several(predictions: Any, labels: Any, *, threshold: float) -> dict[
 
 
 def measure_labels(predictions: Any, labels: Any, *, classes: Sequence[str], threshold: float) -> dict[str, float]:
-    """The scores of each class of several as those of slices, such as `f1/label/red`; nothing of more than 50 classes.
+    """The scores of several classes as those of slices, such as `f1/label/red`; nothing of more than 50 classes.
 
     Arguments are as of `measure_several`. A class without rows is left out.
     """
@@ -91,7 +91,7 @@ def measure_labels(predictions: Any, labels: Any, *, classes: Sequence[str], thr
 
 
 def average_precisions(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
-    """The average precision of each class ``[classes]``, as scikit-learn's; of one without rows 0."""
+    """The average precisions of classes ``[classes]``, as scikit-learn's; of one without rows 0."""
     found = np.zeros(scores.shape[1])
     for index in range(scores.shape[1]):
         order = np.argsort(-scores[:, index], kind="stable")
@@ -168,7 +168,7 @@ def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str
     `nats_below_unigram` is what the model is better by, per token; perplexities are the exponentials.
 
     Args:
-        predictions: ``[rows, 2]``: the negative log-likelihood of each row's targets together, and their number.
+        predictions: ``[rows, 2]``: the negative log-likelihoods of the rows' targets together, and their number.
         labels: tokens ``[rows, tokens]``, negative where there is no target.
     """
     nats, targets = np.asarray(predictions, np.float64).sum(axis=0)
@@ -186,7 +186,7 @@ def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str
 
 
 def name_classes(predictions: np.ndarray, classes: Sequence[str]) -> dict[str, Sequence[Any]]:
-    """The name of the best class, its probability, and that of each class, for logits ``[rows, classes]``."""
+    """The name of the best class, its probability, and those of all classes, for logits ``[rows, classes]``."""
     scores = np.exp(predictions - predictions.max(axis=-1, keepdims=True))
     scores /= scores.sum(axis=-1, keepdims=True)
     return {

@@ -60,7 +60,7 @@ class PathOptions(TypedDict):
 
 
 def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: str) -> dict[str, Any]:
-    """The options, with the default of each that is not given.
+    """The options, with the defaults of those that are not given.
 
     Args:
         defaults: option -> its value where it is not given; a value of None takes any type.

@@ -56,7 +56,7 @@ def target_of(info: Mapping[str, Any]) -> str:
 
 # -- prepare ----------------------------------------------------------------------------------------------------------
 def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
-    """The labels of a table's rows: numbers of classes, 0 and 1 for each class ``[rows, classes]``, or amounts.
+    """The labels of a table's rows: numbers of classes, 0 and 1 by class ``[rows, classes]``, or amounts.
 
     Args:
         info: gets what models and metrics need to know of them.
@@ -81,7 +81,7 @@ def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
 
 
 def count_classes(labels: Any, rows: Any, classes: int) -> list[int]:
-    """The number of rows of each class, among rows by their number, for `DataInfo.info["class_rows"]`."""
+    """The numbers of rows of the classes, among rows by their number, for `DataInfo.info["class_rows"]`."""
     chosen = np.asarray(labels)[rows]
     counts: list[int] = (chosen.sum(axis=0) if chosen.ndim == 2 else np.bincount(chosen, minlength=classes)).tolist()
     return counts
@@ -119,7 +119,7 @@ def use_loss(model: nn.Module, options: Mapping[str, Any], info: Mapping[str, An
     Args:
         model: returns `logits` ``[batch, outputs]`` by name.
         options: those of `LOSS`.
-        info: the `classes` of the data, and `class_rows`: the training rows of each; or `label_scale`.
+        info: the `classes` of the data, and `class_rows`: their training rows; or `label_scale`.
 
     Raises:
         ConfigError: a class is unknown, or a weight or gamma is out of range or not for this kind.
@@ -202,7 +202,7 @@ def several_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) 
 
 
 def order_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
-    """The mean log loss of the answers whether a row is above each class but the last: near misses cost less.
+    """The mean log loss of the answers whether a row is above all classes but the last: near misses cost less.
 
     These cumulative probabilities are sums of the softmax (the logarithmic form of the ranked probability score of
     Epstein, 1969), so any model of classes learns an order. Arguments are as of `class_loss`: logits
@@ -217,7 +217,7 @@ def order_loss(logits: Tensor, labels: Tensor, weights: Tensor) -> Tensor:
 
 
 def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
-    """The weight of each class; None where all are 1.
+    """The weights of classes; None where all are 1.
 
     Balanced weights are scikit-learn's: all rows by the classes times the rows of this one, so that their mean over
     the training rows is 1. Where rows have several classes, they are the rows without a class by those with it.

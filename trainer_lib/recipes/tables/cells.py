@@ -1,7 +1,7 @@
 """The values of a table's cells: numbers as people write them, texts, and what stands for no value.
 
 Dates, and texts whose words are hashed, become several numbers for a network. Prepared rows and new rows have the texts
-(dates in ISO 8601); the numbers are made with each batch.
+(dates in ISO 8601); the numbers are made with the batches.
 """
 
 from __future__ import annotations
@@ -204,7 +204,7 @@ def date_parts(text: str) -> list[float]:
 
 
 def word_counts(text: str, size: int) -> list[float]:
-    """The words of a text as `size` numbers: each word counts up or down in one of them, by its hash."""
+    """The words of a text as `size` numbers: words count up or down in one of them, by their hash."""
     counts = [0.0] * size
     words = _WORD.findall(text.casefold())
     for word in words:

@@ -1,4 +1,4 @@
-"""Images of files: which class each is of, and their pixels in one form, whatever mode and size a file has.
+"""Images of files: the classes that they are of, and their pixels in one form, whatever mode and size a file has.
 
 What becomes of a mode: a palette becomes its colours, CMYK and others become RGB as Pillow converts them, a transparent
 place becomes white, 16 bits become the 8 upper ones. Of an animation the first picture is taken, and a photograph is
@@ -196,7 +196,7 @@ def _find(addresses: Sequence[str], tables: Mapping[str, str], field: str) -> li
 
 
 def count_pixels(counts: dict[str, Any], pixels: np.ndarray) -> None:
-    """Add an image ``[height, width, channels]`` to exact counts: pixels, sums and squares of each channel."""
+    """Add an image ``[height, width, channels]`` to exact counts: pixels, sums and squares of channels."""
     whole = pixels.reshape(-1, pixels.shape[-1]).astype(np.int64)
     counts["pixels"] = counts.get("pixels", 0) + len(whole)
     for name, values in (("sums", whole), ("squares", whole**2)):
@@ -205,7 +205,7 @@ def count_pixels(counts: dict[str, Any], pixels: np.ndarray) -> None:
 
 
 def mean_and_spread(counts: Mapping[str, Any]) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation of each channel, with pixels from 0 to 1; a spread of 0 counts as 1."""
+    """Mean and standard deviation of channels, with pixels from 0 to 1; a spread of 0 counts as 1."""
     number = max(counts.get("pixels", 0), 1)
     means = [total / number / 255 for total in counts["sums"]]
     squares = [total / number / 255**2 for total in counts["squares"]]

@@ -228,7 +228,7 @@ class TabularRows:
 
     @cached_property
     def _codes(self) -> tuple[Any, np.ndarray, list[str]]:
-        """The rows of the labels (a slice of all where each has one), the number of each label, and their names."""
+        """The rows of the labels (a slice of all where all have one), the numbers of the labels, and their names."""
         if self.target != SEVERAL:
             return slice(None), *self.table.codes(self.label)
         lists = list(self.table.columns[self.label])
@@ -491,7 +491,7 @@ class TextRows(TabularRows):
 
 
 def _list_problems(problems: Sequence[DataError]) -> DataError:
-    """The first problem, with a list of all of them where there are several, and what settles each."""
+    """The first problem, with a list of all of them where there are several, and what settles them."""
     first, *others = problems
     if not others:
         return first

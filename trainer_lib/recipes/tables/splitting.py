@@ -1,4 +1,4 @@
-"""Cuts rows into train, validation and test: at random, with equal shares of each class, by group, time or column.
+"""Cuts rows into train, validation and test: at random, with equal shares of all classes, by group, time or column.
 
 split: {validation: 0.1, test: 0.2, by: stratified, seed: 0}
 split: {by: group, column: patient}         all rows of one patient in one split
@@ -81,12 +81,12 @@ def cut_rows(
     keys: Sequence[str] = (),
     place: Callable[[int], str] = "row {}".format,
 ) -> dict[str, np.ndarray]:
-    """The numbers of the rows of each split, ascending; a split with a share of 0 is left out.
+    """The numbers of the rows of splits, ascending; a split with a share of 0 is left out.
 
     Args:
         split: as `read_split` returns it.
-        labels: the number of each row's class, from 0 on, for equal shares.
-        keys: the text of the split's column in each row.
+        labels: the numbers of the rows' classes, from 0 on, for equal shares.
+        keys: the texts of the split's column.
 
     Raises:
         DataError: a split has no rows, or a text is not a time.
@@ -128,7 +128,7 @@ def _by_class(classes: np.ndarray, shares: Mapping[str, float], draw: np.random.
 
 
 def _by_group(keys: Sequence[str], shares: Mapping[str, float], draw: np.random.Generator) -> dict[str, np.ndarray]:
-    """Groups are shuffled, and each split takes whole ones until it has its share of the rows."""
+    """Groups are shuffled, and splits take whole ones until they have their shares of the rows."""
     members: dict[str, list[int]] = {}
     for row, key in enumerate(keys):
         members.setdefault(key, []).append(row)

@@ -83,7 +83,7 @@ def renamed_row(values: Any, rename: Mapping[str, str], place: str) -> dict[str,
 
 
 def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sentences of a file in CoNLL's columns behind their places, each as two lists: words and tags.
+    """The sentences of a file in CoNLL's columns behind their places, as two lists: words and tags.
 
     A line has a word and, in its last column, the tag; an empty line ends a sentence. `names` are those of the columns.
 
@@ -117,7 +117,7 @@ class Table:
     """The rows of some files, by column.
 
     Attributes:
-        places: file and row of each row, and in a text its line.
+        places: files and numbers of the rows, and in a text their lines.
         columns: column -> its values: numbers, texts, lists of texts, or None where there is none.
         notes: sentences about the files.
         unread: column that is left out because it has lists, objects or bytes -> the error about the first such value.
@@ -216,7 +216,7 @@ class Table:
         return list(self.each_text(name))
 
     def codes(self, name: str) -> tuple[np.ndarray, list[str]]:
-        """The texts of a column, sorted, and the number of that of each row, of the smallest integers ``[rows]``."""
+        """The texts of a column, sorted, and the numbers of those of the rows, of the smallest integers ``[rows]``."""
         number: dict[str, int] = {}
         found = (number.setdefault(text, len(number)) for text in self.each_text(name))
         codes = np.fromiter(found, np.int32, len(self))

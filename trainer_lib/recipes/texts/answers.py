@@ -258,7 +258,7 @@ class AnswerReader:
         return made
 
     def _follow(self, prompts: Sequence[list[int]], answers: Sequence[str]) -> list[tuple[list[int], int]]:
-        """Prompts and their answers, each with the token for the end, and where answers begin."""
+        """Prompts and their answers, all with the token for the end, and where answers begin."""
         end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
         made = self._tokenizer(list(answers), add_special_tokens=False, verbose=False)["input_ids"]
         return [([*prompt, *tokens, *end], len(prompt)) for prompt, tokens in zip(prompts, made, strict=True)]
@@ -324,7 +324,7 @@ def collate_answers(rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Se
 
 # -- the reference ----------------------------------------------------------------------------------------------------
 def log_probabilities(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
-    """The logarithm of each answer's probability by a model ``[answers]``: the sum over its tokens, after all before.
+    """The logarithms of answers' probabilities by a model ``[answers]``: sums over their tokens, after all before.
 
     Of a batch with `input_ids`, `attention_mask` and `targets` ``[answers, tokens]``.
     """
@@ -333,7 +333,7 @@ def log_probabilities(model: Any, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def score_answers(model: Any, answers: Sequence[Mapping[str, Any]], *, pad: int) -> np.ndarray:
-    """The logarithm of each answer's probability by a model, float64 ``[answers]``; on a GPU where there is one."""
+    """The logarithms of the answers' probabilities by a model, float64 ``[answers]``; on a GPU where there is one."""
     if not getattr(model, "is_quantized", False):  # such a model is where it stays
         model = model.to("cuda" if torch.cuda.is_available() else "cpu")
     device = next(model.eval().parameters()).device
@@ -512,7 +512,7 @@ class PolicyTrainer(AnswerTrainer):
             return ratios * float(self.settings["beta"])
         ids = inputs["input_ids"]
         wanted = torch.full((len(ids),), built.new_tokens, device=ids.device)
-        with self.autocast_smart_context_manager():  # the most likely token each time
+        with self.autocast_smart_context_manager():  # always the most likely token
             return continue_prompts(built, ids, inputs["attention_mask"], wanted)
 
     def _ask_reference(self, inputs: Any) -> Tensor:

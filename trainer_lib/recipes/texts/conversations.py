@@ -2,7 +2,7 @@
 
 messages                 a list of {role, content}, as OpenAI has them; content may be parts of text; `tool_calls`
 conversations            a list of {from, value}, as ShareGPT has them
-instruction, output      a turn each, as Alpaca has them; with `input` behind the instruction, perhaps `history`
+instruction, output      two turns, as Alpaca has them; with `input` behind the instruction, perhaps `history`
 prompt, completion       texts, or lists as of `messages`
 text                     a text without turns: all of it is trained
 
@@ -51,7 +51,7 @@ class Conversation(NamedTuple):
     Attributes:
         place: where it is from.
         messages: turns as templates take them: `role`, `content`, and what else they have.
-        trained: of each turn whether it may be trained on.
+        trained: whether the turns may be trained on.
         tools: those of the row, for the template.
         values: the columns of the row.
         fault: what is wrong with it; empty for one that can be rendered.
@@ -128,7 +128,7 @@ class ConversationSplits(DocumentSplits):
         mixture: their names in a mixture; empty: there is none.
 
     Attributes:
-        shape: the option; None: each row is in the shape that its columns are of.
+        shape: the option; None: rows are in the shapes that their columns are of.
 
     Raises:
         ConfigError: there is no such shape. DataError: the rows have none.

@@ -1,7 +1,7 @@
 """The documents of text files and tables by split, read one after the other: no more than one file is held at a time.
 
 notes.txt, guide.md, tool.py       a document, or several between a separator
-rows.csv, .jsonl, .parquet, …      a document for each row, in a column
+rows.csv, .jsonl, .parquet, …      rows are documents, in a column
 stdlib:, stdlib:json               the Python files of the running interpreter's library, without its test suites
 package:NAME, package:NAME/sub     the texts of an installed package
 """
@@ -42,7 +42,7 @@ class TextDocument(NamedTuple):
 
 
 class DocumentSplits:
-    """Documents by split. All are read once to count them; then each split is read as it is needed.
+    """Documents by split. All are read once to count them; then splits are read as they are needed.
 
     Args:
         options: `text` (a column), `rename`, `read`, `separator`, `files` and `split`.

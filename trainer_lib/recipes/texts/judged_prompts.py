@@ -160,7 +160,7 @@ def _measure(
 
 
 def expected_nats(model: nn.Module, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[float]:
-    """Nats per token of expected answers: the mean negative log-likelihood of each one's tokens."""
+    """Nats per token of expected answers: the mean negative log-likelihoods of their tokens."""
     device, nats = next(model.parameters()).device, list[float]()
     for start in range(0, len(pairs), TOGETHER):
         some = pairs[start : start + TOGETHER]

@@ -1,7 +1,7 @@
 """Recipes whose batches have more than the model takes, and whose predictions belong to rows.
 
-A long row may become several sequences of a batch, and a model may give a score to each token; what is measured and
-written is one prediction for each row. Texts that belong to a row travel with its batch as tensors of code points.
+A long row may become several sequences of a batch, and a model may give a score to every token; what is measured and
+written is one prediction for a row. Texts that belong to a row travel with its batch as tensors of code points.
 """
 
 from __future__ import annotations

@@ -163,14 +163,14 @@ class ChatTemplate:
             raise FaultyError("its text begins with two tokens for the beginning", "doubled")
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The tokens, and the numbers of those of each part that the template marks."""
+        """The tokens, and the numbers of those of the parts that the template marks."""
         made = self._apply(conversation, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs=_QUIET)
         edges = np.flatnonzero(np.diff(np.array([0, *made["assistant_masks"], 0])))
         parts = [np.arange(start, stop) for start, stop in edges.reshape(-1, 2)]
         return np.array(made["input_ids"], np.int32), parts
 
     def _between(self, conversation: Conversation, answers: Sequence[int]) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The tokens, and the numbers of those of each turn of the assistant, by the characters that it adds."""
+        """The tokens, and the numbers of those of the assistant's turns, by the characters that they add."""
         text = self.render(conversation)
         made = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
         starts, ends = np.array(made["offset_mapping"]).reshape(-1, 2).T
@@ -191,7 +191,7 @@ class ChatTemplate:
         return len(before), len(bare if bare.endswith(self._added) else whole)
 
     def show(self, conversation: Conversation, *, loss_on: str, most: int) -> list[tuple[str, bool]]:
-        """The text of the first tokens in parts, each with whether it is trained.
+        """The text of the first tokens in parts, with whether they are trained.
 
         Raises:
             FaultyError: as `tokenize`.

@@ -139,7 +139,7 @@ def learn_tokenizer(texts: Sequence[str], *, vocabulary: int, max_length: int) -
 
     normalizer, splitter = normalizers.NFKC(), pre_tokenizers.BertPreTokenizer()
     words = {word for text in texts for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))}
-    # Numbered here, as the library numbers these in another order each time; ties between pairs go by number.
+    # Numbered here, as the library numbers these in another order every time; ties between pairs go by number.
     inner = sorted({f"##{character}" for word in words for character in word[1:]})
     learned = Tokenizer(models.WordPiece(unk_token=_UNKNOWN))
     learned.normalizer, learned.pre_tokenizer = normalizer, splitter
@@ -182,7 +182,7 @@ def learn_byte_tokenizer(texts: Iterable[str], *, vocabulary: int, special: Sequ
 
 
 def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Iterator[Document]:
-    """The tokens of each document: as the tokenizer makes them of a text, and at the end its token for the end."""
+    """The tokens of documents: as the tokenizer makes them of a text, and at the end its token for the end."""
     end = tokenizer.eos_token_id
     waiting = iter(documents)
     while some := list(islice(waiting, _TOGETHER)):

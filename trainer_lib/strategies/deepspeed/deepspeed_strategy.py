@@ -2,7 +2,7 @@
 
 The Trainer keeps its loop, and calls DeepSpeed in this order::
 
-    build           stage 3: each layer is sharded as soon as it is built (zero.Init)
+    build           stage 3: layers are sharded as soon as they are built (zero.Init)
     resolve         model and optimizer become an engine, which must be of the requested stage
     no_sync         for all but the last micro-step: stage 1 exchanges nothing; stages 2 and 3 exchange in each
                     micro-step, since no process keeps whole gradients
@@ -114,7 +114,7 @@ class DeepSpeedStrategy(ZeroWeights):
 
     @override
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model that `make` builds; in stage 3, each layer is sharded as soon as it is built."""
+        """Return the model that `make` builds; in stage 3, layers are sharded as soon as they are built."""
         if self.plan.stage != 3:
             return make()
         self._set_local_rank()

@@ -22,7 +22,7 @@ from trainer_lib.base.path_options import expand_home
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)
-#: Optimizers that update each element independently, so their flats may be cut anywhere.
+#: Optimizers that update elements independently, so their flats may be cut anywhere.
 _ELEMENTWISE = ("Adam", "AdamW", "SGD", "RMSprop", "Adadelta", "Adamax", "NAdam", "RAdam", "ASGD", "Rprop", "Lion")
 _KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
 

@@ -44,7 +44,7 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
     """Parameter → its whole state, in the parameter's shape `[...]`. Reading an entry is collective.
 
     A rank that `keeps` gets the values, on the CPU; other ranks get tensors on "meta". State that is one number for a
-    flat (the count of steps) appears under each of its parameters.
+    flat (the count of steps) appears under all of its parameters.
     """
 
     def __init__(self, partitions: Partitions, keeps: bool) -> None:

@@ -1,4 +1,4 @@
-"""Divide a mixture model's experts over processes: each computes its experts' part for the samples of its group.
+"""Divide a mixture model's experts over processes: they compute their experts' parts for the samples of its group.
 
 An experts module of transformers holds parameters ``[experts, ...]``. Here they become `DTensor`s, of which a process
 holds the rows of its experts. No token is dropped. There are two forms, as at transformers:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class TensorStrategy(FsdpStrategy):
-    """Every rank of a group computes a part of each layer, or some experts, for the same samples."""
+    """Every rank of a group computes a part of every layer, or some experts, for the same samples."""
 
     name = "tensor"
 

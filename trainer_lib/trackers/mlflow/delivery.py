@@ -1,4 +1,4 @@
-"""Delivers what a spool holds to MLflow: every session's records once, in order, and the end of each run.
+"""Delivers what a spool holds to MLflow: every session's records once, in order, and the ends of runs.
 
 A pass goes over all sessions. Those of one run are delivered together: the run is found or created, then the points of
 its workers, then what the flow logged, its files, and its end. What a session's process logs meanwhile is the next
@@ -343,7 +343,7 @@ class _RunDelivery:
         session.save_state()
 
     def _send_other(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
-        try:  # each of these is safe to repeat
+        try:  # all of these are safe to repeat
             if "tags" in record:
                 calls.send_tags(self._client, run_id, record["tags"])
             elif "params" in record:

@@ -143,7 +143,7 @@ def load() -> None:
         import mlflow.artifacts  # noqa: F401 - `list_artifacts` would import it in the middle of a request
         from mlflow import environment_variables as settings
 
-        # mlflow logs a line for each migration of a new database, and for each try to reach one.
+        # mlflow logs lines for all migrations of a new database, and for all tries to reach one.
         for name in ("alembic", "mlflow.store.db.utils", "urllib3.connectionpool"):
             logging.getLogger(name).setLevel(logging.ERROR)
     # A second try by mlflow could make a second run. The environment still has the last word.

@@ -2,7 +2,7 @@
 
 A version is created in one request with its tags and its description, and is found again by the digest of its model: a
 process that dies in between leaves a whole version or none. Aliases are set after it. The version that was champion
-before is a tag of the one that is. The metric on each resample is an artifact of the version's run: a thousand numbers
+before is a tag of the one that is. The metric on the resamples is an artifact of the version's run: a thousand numbers
 in a tag would bury the others on MLflow's page.
 """
 
@@ -46,7 +46,7 @@ class Score:
         value: on the rows.
         rows: SHA-256 of the rows.
         is_greater_better: whether a greater value is better.
-        resampled: the metric on each resample, shortened to 6 digits.
+        resampled: the metric on the resamples, shortened to 6 digits.
     """
 
     metric: str
@@ -360,7 +360,7 @@ def _resamples_path(name: str, digest: str) -> str:
 
 
 def _read_resamples(client: Any, run_id: str, path: str) -> tuple[float, ...]:
-    """The metric on each resample; none where the run, or its artifact, was removed."""
+    """The metric on the resamples; none where the run, or its artifact, was removed."""
     try:
         sizes = {artifact.path: artifact.file_size for artifact in client.list_artifacts(run_id, _ARTIFACTS)}
         if sizes.get(path, _RESAMPLES_BYTES) >= _RESAMPLES_BYTES:
