@@ -65,10 +65,10 @@ def _prepare(
         check_runner(config.runner, config.launch, section="prepare", is_sharded=is_sharded)
     elif not is_sharded or config.launch.processes == 1:
         return launch_request(request, config.launch, context, attempt)
-    one, parts = replace(config.launch, processes=1), replace(request, step="parts")
-    launch_request(replace(request, step="list"), one, context, attempt)
+    alone, parts = replace(config.launch, processes=1), replace(request, step="parts")
+    launch_request(replace(request, step="list"), alone, context, attempt)
     if config.runner is None:
         launch_shared(parts, config.launch, context, attempt)
     else:
         launch_on_cluster(parts, config.runner, config.launch, context, attempt)
-    return launch_request(replace(request, step="finish"), one, context, attempt)
+    return launch_request(replace(request, step="finish"), alone, context, attempt)

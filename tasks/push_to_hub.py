@@ -160,15 +160,15 @@ def _content(
         files |= {f"{EVALUATION}/{entry.path}": Source(evaluation.store(), entry) for entry in more}
     metrics = {split: values for evaluation in rest for split, values in tidy_metrics(evaluation.metrics).items()}
     outcomes = [outcome for evaluation in rest for outcome in read_outcomes(evaluation, data.facts.info)]
-    published = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(files.items())]
+    published = [FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(files.items())]
     described = None if trained is None else trained.description
     folder = context.folder or str(Path(context.recipe).parent)
     card = describe_card(config, context.name, inputs, described, metrics, published, of_model, folder)
     card = add_outcomes(card, outcomes, hardest_rows=config.hardest_rows)
     texts = draw_files(outcomes) | {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
-    lineage = {"data_digest": data.content_digest, "stages": {one.stage: one.key for one in inputs}}
+    lineage = {"data_digest": data.content_digest, "stages": {result.stage: result.key for result in inputs}}
     if trained is not None:
-        weights = tuple(FileEntry(path, one.entry.size, one.entry.sha256) for path, one in sorted(of_model.items()))
+        weights = tuple(FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(of_model.items()))
         files |= asset_sources(trained.description, data)
         texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
     return Content(files, texts, lineage)

@@ -151,9 +151,9 @@ def _describe_columns(prepared: StageManifest) -> Rows:
     if not any(entry.path == STATISTICS for entry in prepared.files):
         return []
     splits = parse_json(prepared.store().read_bytes(STATISTICS, limit=_STATISTICS_BYTES))
-    columns = [(f"{split}.{name}", one) for split, found in splits.items() for name, one in found.items()]
-    columns = [(name, one) for name, one in columns if not name.endswith(".row_id")]
-    rows = [(name, mask(_describe_column(one))) for name, one in columns[:_COLUMNS]]
+    columns = [(f"{split}.{name}", statistics) for split, found in splits.items() for name, statistics in found.items()]
+    columns = [(name, statistics) for name, statistics in columns if not name.endswith(".row_id")]
+    rows = [(name, mask(_describe_column(statistics))) for name, statistics in columns[:_COLUMNS]]
     left = len(columns) - _COLUMNS
     return rows if left <= 0 else [*rows, (STATISTICS, f"has {left:,} more columns")]
 
@@ -166,7 +166,7 @@ def _describe_column(found: Mapping[str, Any]) -> str:
         mean = number_text(found["elements"] / rows)
         texts.append(f"length {found['shortest']:,} to {found['longest']:,}, on average {mean}")
     if "counts" in found:
-        counts = sorted(found["counts"].items(), key=lambda one: (-one[1], one[0]))
+        counts = sorted(found["counts"].items(), key=lambda pair: (-pair[1], pair[0]))
         more = f" and {len(counts) - _VALUES:,} more" if len(counts) > _VALUES else ""
         texts.append(", ".join(f"{value}: {count:,}" for value, count in counts[:_VALUES]) + more)
     elif "sum" in found:

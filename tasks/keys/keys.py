@@ -369,9 +369,9 @@ def publish_key(
             **settings,
             # The card shows the name, the digests and the keys.
             "name": context.name,
-            "inputs": {one.stage: one.content_digest for one in inputs},
+            "inputs": {result.stage: result.content_digest for result in inputs},
             # Of a result that was only made again: what came out the same is not published again.
-            "stage_keys": {one.stage: one.first_key for one in inputs},
+            "stage_keys": {result.stage: result.first_key for result in inputs},
             "versions": versions(),
             **_limit(context),
         },

@@ -76,8 +76,8 @@ def describe_lineage(
         mlflow: the run's tracked run and its id; None: those of the training.
         files: of the folder that the lineage is for.
     """
-    keys = {one.stage: read_key(one.store()) for one in manifests}
-    model = next((one for one in manifests if isinstance(one.facts, TrainFacts)), None)
+    keys = {manifest.stage: read_key(manifest.store()) for manifest in manifests}
+    model = next((manifest for manifest in manifests if isinstance(manifest.facts, TrainFacts)), None)
     facts = TrainFacts() if model is None else model.facts
     sources = keys.get("prepare-data", {}).get("sources")
     changed = {"mixture": list(facts.mixture)} if facts.mixture else {}
@@ -87,9 +87,12 @@ def describe_lineage(
         sources=tuple(_sources(sources)),
         stages=tuple(
             StageLink(
-                stage=one.stage, key=one.key, content_digest=one.content_digest, inputs=find_inputs(keys[one.stage])
+                stage=manifest.stage,
+                key=manifest.key,
+                content_digest=manifest.content_digest,
+                inputs=find_inputs(keys[manifest.stage]),
             )
-            for one in manifests
+            for manifest in manifests
         ),
         checkpoints=tuple(
             CheckpointLink(name=checkpoint, step=_step_of(checkpoint), content_digest=digest)
@@ -109,9 +112,9 @@ def describe_lineage(
 
 def _publication_link(manifests: Sequence[StageManifest]) -> PublicationLink | None:
     """The publication of the run's model; None where it was not published."""
-    facts = (one.facts for one in manifests if isinstance(one.facts, PublishFacts))
+    facts = (manifest.facts for manifest in manifests if isinstance(manifest.facts, PublishFacts))
     links = [
-        PublicationLink(revision=one.revision, content_digest=one.published_digest) for one in facts if not one.held
+        PublicationLink(revision=fact.revision, content_digest=fact.published_digest) for fact in facts if not fact.held
     ]
     return links[0] if links else None
 

@@ -77,7 +77,7 @@ def describe_model(
         info=data.facts.info,
         rows={name: split.rows for name, split in data.facts.splits.items()},
         columns=columns,
-        stages={one.stage: one.key for one in (data, model)},
+        stages={result.stage: result.key for result in (data, model)},
         versions=versions(),
     )
     return TrainedModel(description, code)

@@ -227,7 +227,7 @@ def changes_for(name: str, value: Any, *, stacklevel: int = 2) -> Changes:
     old = OLD_NAMES[name]
     value = _TRUTH.get(value.lower(), value) if isinstance(value, str) else value  # a word of a command line
     # The type counts: 1 is not True.
-    neutral = any(value == one and type(value) is type(one) for one in old.neutral)
+    neutral = any(value == usual and type(value) is type(usual) for usual in old.neutral)
     if not neutral and old.translate is None:
         raise ConfigError("This argument no longer exists.", field=name, value=value, remedy=old.way_out)
     warn(name, stacklevel=stacklevel + 1)

@@ -404,7 +404,7 @@ def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) ->
 
     table: dict[str, Callable[[], Any]] = {
         "accuracy": lambda: (guessed == labels).mean(),
-        "balanced_accuracy": lambda: np.mean([(guessed[labels == one] == one).mean() for one in np.unique(labels)]),
+        "balanced_accuracy": lambda: np.mean([(guessed[labels == cls] == cls).mean() for cls in np.unique(labels)]),
         "f1_macro": averaged(metrics.f1_score, "macro"),
         "f1_micro": averaged(metrics.f1_score, "micro"),
         "f1_weighted": averaged(metrics.f1_score, "weighted"),

@@ -46,7 +46,7 @@ class Content:
 
     def entries(self) -> list[FileEntry]:
         """Every file under its repository path, sorted by path."""
-        stored = [FileEntry(path, one.entry.size, one.entry.sha256) for path, one in self.files.items()]
+        stored = [FileEntry(path, source.entry.size, source.entry.sha256) for path, source in self.files.items()]
         made = [FileEntry(path, len(data), hashlib.sha256(data).hexdigest()) for path, data in self.texts.items()]
         return sorted(stored + made, key=lambda entry: entry.path)
 

@@ -51,11 +51,13 @@ class FolderHub:
     def revisions(self) -> list[Revision]:
         """Committed revisions of this branch, newest first. Their files are not verified."""
         found = [revision for name in self._list_names() if (revision := self._read_revision(name)) is not None]
-        return sorted((one for one in found if one.branch == self.branch), key=lambda one: -one.number)
+        ours = [revision for revision in found if revision.branch == self.branch]
+        return sorted(ours, key=lambda revision: -revision.number)
 
     def newest(self) -> Revision | None:
         """The newest revision whose files are all intact; None without one."""
-        return next((one for one in self.revisions() if not verify_files(one.store, one.commit)), None)
+        intact = (revision for revision in self.revisions() if not verify_files(revision.store, revision.commit))
+        return next(intact, None)
 
     def find_newest(self) -> Published | None:
         """The newest intact publication; None where nothing is published."""

@@ -50,12 +50,12 @@ def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig
     if config.kind != "torchrun" or config.several_nodes or count == 1:
         return [config]
     threads = config.threads or max(1, core_share() // count)
-    one = replace(config, kind="process", processes=1, threads=threads)
+    single = replace(config, kind="process", processes=1, threads=threads)
     devices = (config.devices or list_visible({**os.environ, **config.env})) if on_devices else ()
     if len(devices) < count:  # a CPU, or a GPU of another kind than CUDA's
-        return [one] * count
+        return [single] * count
     env = {name: value for name, value in config.env.items() if name != "CUDA_VISIBLE_DEVICES"}
-    return [replace(one, devices=(device,), env=env) for device in devices[:count]]
+    return [replace(single, devices=(device,), env=env) for device in devices[:count]]
 
 
 def launch_workers(

@@ -74,18 +74,18 @@ class FoundModel:
         Raises:
             DamagedError: the checkpoint is not complete.
         """
-        one, weights = self.description, content_digest(self.description.weights)
+        described, weights = self.description, content_digest(self.description.weights)
         if self.checkpoint is not None:
             commit = read_commit(self.checkpoints.child(self.checkpoint), kind="checkpoint")
             if commit is None:
                 raise DamagedError("The checkpoint is not complete.", field=FIELD, value=self.checkpoint)
             weights = commit.content_digest
-        return model_digest(one, weights)
+        return model_digest(described, weights)
 
 
-def model_digest(one: ModelDescription, weights: str) -> str:
+def model_digest(model: ModelDescription, weights: str) -> str:
     """SHA-256 of all that decides a model's predictions; `weights`: the content digest of its weights."""
-    decides = [one.code_digest, weights, content_digest(one.assets), one.info, one.rows, one.columns]
+    decides = [model.code_digest, weights, content_digest(model.assets), model.info, model.rows, model.columns]
     return hashlib.sha256(json.dumps(decides, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 

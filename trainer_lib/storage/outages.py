@@ -85,7 +85,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(cause))
         yield cause
         inner = (cause.__cause__, cause.__context__, getattr(cause, "reason", None), getattr(cause, "os_error", None))
-        waiting += [one for one in (*inner, *cause.args) if isinstance(one, BaseException)]
+        waiting += [linked for linked in (*inner, *cause.args) if isinstance(linked, BaseException)]
 
 
 def vendor_code(error: BaseException) -> str | None:

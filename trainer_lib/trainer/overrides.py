@@ -174,6 +174,6 @@ def own_classes(cls: type) -> Iterable[type]:
     return (base for base in cls.__mro__ if base is not object and not base.__module__.startswith("trainer_lib."))
 
 
-def is_set(one: object, name: str) -> bool:
+def is_set(trainer: object, name: str) -> bool:
     """Whether a subclass gave an attribute of the Trainer a value."""
-    return name in vars(one) or any(name in vars(owner) for owner in own_classes(type(one)))
+    return name in vars(trainer) or any(name in vars(owner) for owner in own_classes(type(trainer)))

@@ -217,7 +217,7 @@ def _check_best_metric(trainer: Trainer) -> None:
     if not watched or not isinstance(sets, Mapping) or args.metric_for_best_model is None:
         return
     name = args.metric_for_best_model.removeprefix("eval_")
-    if sum(name.startswith(f"{one}_") for one in sets) != 1:
+    if sum(name.startswith(f"{dataset}_") for dataset in sets) != 1:
         raise ConfigError(
             "The metric does not name the evaluation set that decides.",
             field="metric_for_best_model",

@@ -44,20 +44,20 @@ class NodeView:
     def gather_json(self, obj: Any) -> list[Any] | None:
         """Every local rank's object on the machine's main process; None elsewhere."""
         everyone = self._comm.broadcast_json(self._comm.gather_json([self._node, self.rank, obj]))
-        mine = sorted(((rank, one) for node, rank, one in everyone if node == self._node), key=lambda pair: pair[0])
-        return [one for _, one in mine] if self.rank == 0 else None
+        mine = sorted(((rank, held) for node, rank, held in everyone if node == self._node), key=lambda pair: pair[0])
+        return [held for _, held in mine] if self.rank == 0 else None
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Every local rank's bytes on the machine's main process; None elsewhere."""
         # As text, because every message of this view is JSON.
         gathered = self.gather_json(data.hex())
-        return None if gathered is None else [bytes.fromhex(one) for one in gathered]
+        return None if gathered is None else [bytes.fromhex(text) for text in gathered]
 
     def broadcast_json(self, obj: Any) -> Any:
         """The object of the machine's main process on its ranks."""
         gathered = self._comm.gather_json([self._node, obj] if self.rank == 0 else None)
         everyone = self._comm.broadcast_json(gathered)
-        return next(one[1] for one in everyone if one is not None and one[0] == self._node)
+        return next(message[1] for message in everyone if message is not None and message[0] == self._node)
 
     def twin(self, timeout_s: float) -> Communicator:
         """A view like this one, over connections of its own."""

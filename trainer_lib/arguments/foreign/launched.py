@@ -71,8 +71,8 @@ def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = 
     if not settings:
         return args
     args = copy.copy(args)
-    for one in settings:
-        setattr(args, one.name, _merged(one, getattr(args, one.name), _default(args, one.name)))
+    for setting in settings:
+        setattr(args, setting.name, _merged(setting, getattr(args, setting.name), _default(args, setting.name)))
     args.validate()
     return args
 
@@ -95,8 +95,8 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
         return dict(given)
     parsed, merged = TrainingArguments.from_dict(given, prefix=prefix), dict(given)
     try:
-        for one in settings:
-            merged[one.name] = _merged(one, getattr(parsed, one.name), _default(parsed, one.name))
+        for setting in settings:
+            merged[setting.name] = _merged(setting, getattr(parsed, setting.name), _default(parsed, setting.name))
     except ConfigError as error:
         error.field = f"{prefix}.{error.field}" if prefix else error.field
         raise

@@ -75,14 +75,14 @@ def has_complete_state(stream: Any) -> bool:
     # datasets wraps its sources in each other: any of them may hold a buffer.
     waiting, seen = [stream], set()
     while waiting:
-        one = waiting.pop()
-        if id(one) in seen or one is None:
+        source = waiting.pop()
+        if id(source) in seen or source is None:
             continue
-        seen.add(id(one))
-        if "BufferShuffled" in type(one).__name__:
+        seen.add(id(source))
+        if "BufferShuffled" in type(source).__name__:
             return False
-        waiting += [getattr(one, name, None) for name in ("_ex_iterable", "ex_iterable", "dataset")]
-        waiting += getattr(one, "ex_iterables", None) or []
+        waiting += [getattr(source, name, None) for name in ("_ex_iterable", "ex_iterable", "dataset")]
+        waiting += getattr(source, "ex_iterables", None) or []
     return True
 
 
@@ -96,10 +96,10 @@ def with_own_position(stream: Any) -> Any:
     return _copy_sources(stream) if kind is not None and isinstance(stream, kind) else stream
 
 
-def _copy_sources(one: Any) -> Any:
-    copied = object.__new__(type(one))  # `copy.copy` makes an IterableDataset that shares its attributes
-    copied.__dict__.update(vars(one))
-    for name, value in vars(one).items():
+def _copy_sources(stream: Any) -> Any:
+    copied = object.__new__(type(stream))  # `copy.copy` makes an IterableDataset that shares its attributes
+    copied.__dict__.update(vars(stream))
+    for name, value in vars(stream).items():
         if callable(getattr(value, "_init_state_dict", None)):
             setattr(copied, name, _copy_sources(value))
         elif isinstance(value, list) and any(callable(getattr(source, "_init_state_dict", None)) for source in value):

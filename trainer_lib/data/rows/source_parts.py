@@ -48,8 +48,8 @@ def describe(batch: pa.RecordBatch) -> Statistics:
 def merge(many: Iterable[Statistics]) -> Statistics:
     """The statistics of all rows together."""
     merged: Statistics = {}
-    for one in many:
-        for name, found in one.items():
+    for part in many:
+        for name, found in part.items():
             merged[name] = _merge_two(merged[name], found) if name in merged else dict(found)
     return merged
 
@@ -432,12 +432,12 @@ def _list_long_rows(
     if not isinstance(most, int) or isinstance(most, bool):
         return
     for split, found in statistics.items():
-        for name, one in found.items():
+        for name, stats in found.items():
             # Of integers only: texts are counted in characters, and lists of other numbers are no tokens.
             is_tokens = columns.get(split, {}).get(name, "").startswith(_INTEGERS)
-            if is_tokens and one.get("longest", 0) > most:
+            if is_tokens and stats.get("longest", 0) > most:
                 yield (
-                    f"The longest row of split '{split}' has {one['longest']:,} values in column '{name}', and the "
+                    f"The longest row of split '{split}' has {stats['longest']:,} values in column '{name}', and the "
                     f"recipe's max_length is {most:,}."
                 )
 

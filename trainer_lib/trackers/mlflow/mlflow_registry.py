@@ -295,7 +295,7 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
         aliases: dict[str, list[str]] = {}
         for alias, version in (model.aliases or {}).items():
             aliases.setdefault(str(version), []).append(alias)
-        for record in sorted(versions_of(client, model.name), key=lambda one: -int(one.version)):
+        for record in sorted(versions_of(client, model.name), key=lambda record: -int(record.version)):
             score = record.tags.get(SCORE_TAG)
             shown = {key: value for key, value in parse_json(score).items() if key != "resampled"} if score else None
             verdict = record.tags.get(VERDICT_TAG)

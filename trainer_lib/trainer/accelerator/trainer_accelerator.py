@@ -143,7 +143,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         """
         engine = self._internals.engine
         given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
-        for inner in (shared_state.unwrap(one) for one in given):
+        for inner in (shared_state.unwrap(outer) for outer in given):
             if inner is None or inner is self._trainer.optimizer:
                 engine.unscale_gradients()
             elif engine.precision.scaler is not None:

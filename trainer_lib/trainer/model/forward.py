@@ -88,10 +88,10 @@ class LossRule:
         return cls(scale, divided, **given)
 
 
-def _overrides(one: object, name: str) -> list[Any]:
+def _overrides(trainer: object, name: str) -> list[Any]:
     """The versions of a method in subclasses, and the function that replaces it on this Trainer."""
-    versions = [vars(cls)[name] for cls in own_classes(type(one)) if name in vars(cls)]
-    return [*versions, *([vars(one)[name]] if name in vars(one) else [])]
+    versions = [vars(cls)[name] for cls in own_classes(type(trainer)) if name in vars(cls)]
+    return [*versions, *([vars(trainer)[name]] if name in vars(trainer) else [])]
 
 
 def _names_read(functions: list[Any], cls: type) -> Iterator[str]:
