@@ -305,6 +305,8 @@ def laid_out(folder: str) -> list[int]:
     config = helper.parallelism_config
     assert (config.dp_replicate_size, config.dp_shard_size, config.tp_size, config.sp_size) == (2, 1, 2, 1)
     assert config.tp_enabled and config.data_parallel_size == 2 and helper.state.parallelism_config is config
+    mesh = helper.torch_device_mesh
+    assert mesh.mesh_dim_names == ("dp_replicate", "tp") and mesh["tp"].get_local_rank() == helper.tensor_parallel_rank
     return [helper.data_parallel_rank, helper.data_parallel_shard_rank, helper.tensor_parallel_rank]
 
 

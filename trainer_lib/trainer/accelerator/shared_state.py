@@ -27,6 +27,9 @@ if TYPE_CHECKING:
 #: Attribute of a prepared loader: the loader that was given to `prepare`.
 ORIGINAL = "_trainflow_original"
 _OURS = "_trainflow_filled"
+#: accelerate's names of dimensions; those of experts are transformers'.
+_MESH_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "sequence": "sp", "tensor": "tp"}
+_MESH_NAMES |= {"dispatch": "ep", "expert": "ep"}
 
 
 def distributed_type(world: World, strategy: Strategy) -> Any:
@@ -51,6 +54,19 @@ def parallelism_config(world: World) -> Any:
     config.dp_replicate_size, config.dp_shard_size = sizes["replicate"], sizes["shard"]
     config.tp_size, config.sp_size = sizes["tensor"], sizes["sequence"]
     return config
+
+
+def device_mesh(strategy: Strategy) -> Any:
+    """The mesh of a strategy under accelerate's names, on its groups; None where the processes are plain replicas."""
+    mesh: Any = getattr(strategy, "mesh", None)
+    if mesh is None or mesh.size == mesh.sizes["replicate"]:
+        return None
+    from torch.distributed.device_mesh import DeviceMesh
+
+    whole = mesh.along(*(name for name, size in mesh.sizes.items() if size > 1))
+    groups = [whole.get_group(name) for name in whole.mesh_dim_names]
+    names = tuple(_MESH_NAMES[name] for name in whole.mesh_dim_names)
+    return DeviceMesh.from_group(groups, whole.device_type, mesh=whole.mesh, mesh_dim_names=names)
 
 
 def precision_name(engine: Engine) -> str:

@@ -91,6 +91,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         self.log_with: list[Any] = []
         self.rng_types = ["generator"]
         self.step = 0
+        self._is_fp8 = bool(args.fp8)
         self.has_lomo_optimizer = self.has_fp8_handler = self.fp8_enabled = self.delayed_fp8_autocast = False
         for name in _ABSENT:
             setattr(self, name, None)
@@ -538,7 +539,8 @@ FACTS: Mapping[str, Callable[[TrainerAccelerator], Any]] = {
     "mixed_precision": lambda self: shared_state.precision_name(self._internals.engine),
     "native_amp": lambda self: self._internals.engine.precision.dtype is not None,
     "scaler": lambda self: self._internals.engine.precision.scaler,  # the only one there is
-    "fp8_backend": lambda self: FP8BackendType.NO,
+    "fp8_backend": lambda self: FP8BackendType.AO if self._is_fp8 else FP8BackendType.NO,
+    "torch_device_mesh": lambda self: shared_state.device_mesh(self._internals.engine.strategy),
     "tensor_parallel_rank": lambda self: self._internals.world.mesh.coordinates["tensor"],
     "data_parallel_rank": lambda self: self._internals.world.mesh.coordinates["replicate"],
     "data_parallel_shard_rank": lambda self: self._internals.world.mesh.coordinates["shard"],
