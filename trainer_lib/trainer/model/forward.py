@@ -245,7 +245,8 @@ class Forward:
     def _weigh_routers(self, loss: torch.Tensor, routers: torch.Tensor) -> torch.Tensor:
         """A mixture's share ``[]`` of the step's loss, with a share of `routers` ``[]``, the mean over its batch."""
         run, config = self._internals.run, getattr(self._trainer.model, "config", None)
-        factor = getattr(getattr(config, "text_config", config), "router_aux_loss_coef", 0.0)
+        config = getattr(config, "text_config", config)
+        factor = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", 0.0))  # JetMoE's is shorter
         weights = None if run is None else run.weights
         if not factor or weights is None or not weights.num_items or weights.micro_step >= len(weights.items):
             return loss
