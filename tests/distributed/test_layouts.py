@@ -20,11 +20,12 @@ from benchmarks.step_overhead import CallCounter
 from tests.support import seq2seq
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import bert, llama, lm_rows
-from tests.support.training import LOGGED, losses, trainer
+from tests.support.training import LOGGED, arguments, losses, trainer
 from trainer_lib import Trainer, TrainerCallback, default_data_collator
 from trainer_lib.data.rows.mixture import Mixture, Piece
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
+from trainer_lib.worker.estimate import _gathered_bytes
 
 ROWS = lm_rows(22)
 #: 22 rows with unequal token counts in global batches of 8: the last step of an epoch has 6.
@@ -331,6 +332,14 @@ def test_divided_experts_train_as_on_one_process(tmp_path: Path, world: int) -> 
         assert moved in ([True, True, False, False], [False, False, True, True])
 
 
+def test_a_plan_gathers_a_part_of_experts_that_are_sent_tokens(tmp_path: Path) -> None:
+    layer = mixture().model.layers[0]
+    shared, sent = (_gathered_bytes(mixture(), arguments(tmp_path, parallelism={n: 2})) for n in ("shard", "dispatch"))
+    assert shared - sent == sum(each.nbytes for each in layer.mlp.experts.parameters()) / 2
+    with pytest.raises(ConfigError, match="has no experts"):
+        _gathered_bytes(llama(), arguments(tmp_path, parallelism={"dispatch": 2}))
+
+
 # ----------------------------------------------------------------------------------------------------- divided tokens
 #: Layouts, and what a training asks for in them; one head of keys and values is repeated, seven tokens are padded.
 DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
@@ -466,9 +475,12 @@ PARTS: dict[str, dict[str, tuple[Callable[[], Any], dict[str, Any], float]]] = {
         "bf16": (mixture, {"bf16": True}, 0.02),
         "clipped": (mixture, {"max_grad_norm": 0.1}, 2e-6),
         "frozen experts": (lambda: frozen(mixture(), "experts"), {}, 2e-6),
-        "experts alone": (lambda: frozen(mixture(), "self_attn", "norm", "embed", "lm_head"), {}, 2e-6),
+        "experts alone": (lambda: frozen(mixture(), "self_attn", "norm", "embed", "lm_head", "gate.weight"), {}, 2e-6),
     },
-    "dispatch": {"bf16": (mixture, {"bf16": True}, 0.02), "clipped": (mixture, {"max_grad_norm": 0.1}, 2e-6)},
+    "dispatch": {
+        "bf16": (mixture, {"bf16": True}, 0.02),
+        "clipped": (mixture, {"max_grad_norm": 0.1}, 2e-6),
+    },
 }
 
 

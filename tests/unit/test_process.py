@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments.configs.parallelism_config import Layout
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import in_flight
@@ -217,16 +218,18 @@ def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
 @pytest.mark.parametrize(
     ("layout", "held", "written"),
     [
-        ((1, 1, 4), (160, 160, 320, 0), (480, 4)),  # 320 of 400 bytes are in divided layers
-        ((1, 2, 2), (120, 120, 240, 120), (360, 4)),
-        ((2, 1, 2), (240, 240, 480, 240), (720, 2)),
-        ((2, 2, 1), (200, 200, 400, 200), (600, 2)),
+        ({"tensor": 4}, (160, 160, 320, 0), (480, 4)),  # 320 of 400 bytes are in divided layers
+        ({"shard": 2, "tensor": 2}, (120, 120, 240, 120), (360, 4)),
+        ({"replicate": 2, "tensor": 2}, (240, 240, 480, 240), (720, 2)),
+        ({"replicate": 2, "shard": 2}, (200, 200, 400, 200), (600, 2)),
+        ({"shard": 2, "dispatch": 2}, (100, 100, 200, 200), (300, 4)),
+        ({"shard": 2, "sequence": 2}, (100, 100, 200, 200), (300, 4)),
     ],
 )
-def test_what_a_rank_of_a_layout_holds(
-    layout: tuple[int, int, int], held: tuple[int, ...], written: tuple[int, int]
-) -> None:
-    rank = by_name(replace(SIZE, divided_bytes=320), 4, layout=layout)["layout"]
+def test_what_a_rank_of_a_layout_holds(layout: dict[str, int], held: tuple[int, ...], written: tuple[int, int]) -> None:
+    sizes = Layout(**layout)
+    parts = sizes.replicate, sizes.shards, sizes.parts
+    rank = by_name(replace(SIZE, divided_bytes=320), 4, layout=parts)["layout"]
     assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == held
     assert (rank.checkpoint, rank.writers, rank.processes) == (*written, 4)
 

@@ -7,7 +7,7 @@ shape and a device and no memory. torch's own tracker counts what they would tak
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
@@ -107,9 +107,17 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
         units = find_units(model, settings)
     else:  # what people choose as units: the layers that a model repeats
         units = [layer for parent in model.modules() if isinstance(parent, nn.ModuleList) for layer in parent]
+    layout = read_layout(args)
+    dispatch = 1 if layout is None else layout.dispatch
+    sent = set(map(id, _expert_parameters(model, dispatch))) if dispatch > 1 else set()
+
+    def gathered(params: Iterable[nn.Parameter]) -> int:
+        # Experts that are sent tokens are gathered among those that hold rows of the same ones.
+        return sum(_bytes(param) // (dispatch if id(param) in sent else 1) for param in params)
+
     within = {id(param) for unit in units for param in unit.parameters()}
-    rest = sum(_bytes(param) for param in model.parameters() if id(param) not in within)
-    return rest + max((sum(map(_bytes, unit.parameters())) for unit in units), default=0)
+    rest = gathered(param for param in model.parameters() if id(param) not in within)
+    return rest + max((gathered(unit.parameters()) for unit in units), default=0)
 
 
 def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
@@ -118,15 +126,20 @@ def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
     if layout is None or layout.parts == 1:  # experts that are sent tokens are held as shards are
         return 0
     if layout.expert > 1:
-        from trainer_lib.strategies.tensor.experts import expert_parameters, plan_experts
-
-        experts = (expert_parameters(model.get_submodule(name)) for name in plan_experts(model, layout.expert))
-        return sum(_bytes(param) for own in experts for param in own.values())
+        return sum(map(_bytes, _expert_parameters(model, layout.expert)))
     from trainer_lib.strategies.tensor.layers import plan_layers
 
     styles = plan_layers(model, layout.plan, layout.tensor)
     layers = [model.get_submodule(name) for name, style in styles.items() if not style.startswith("replicated")]
     return sum({id(param): _bytes(param) for layer in layers for param in layer.parameters()}.values())
+
+
+def _expert_parameters(model: nn.Module, parts: int) -> list[nn.Parameter]:
+    """The parameters of experts that are divided into `parts`. Raises ConfigError where they cannot be divided."""
+    from trainer_lib.strategies.tensor.experts import expert_parameters, plan_experts
+
+    experts = (expert_parameters(model.get_submodule(name)) for name in plan_experts(model, parts))
+    return [param for own in experts for param in own.values()]
 
 
 def _bytes(tensor: Tensor) -> int:
