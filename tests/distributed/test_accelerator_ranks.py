@@ -26,7 +26,7 @@ ROWS = classification_rows(13)
 
 @pytest.fixture(scope="module", autouse=True)
 def _loaded() -> Iterator[None]:
-    with loaded("accelerate"):
+    with loaded("accelerate", "datasets", "peft", "transformers.models.llama.modeling_llama"):
         yield
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -194,6 +195,7 @@ def _rebuilt(where: str, payload: bytes | None, text: str) -> BaseException:
 def _child(
     connection: Connection, env: dict[str, str], timeout_s: float, fn: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
+    gc.freeze()  # what was imported is no garbage: collections look at a rank's objects alone
     # A child of the fork server would start DataLoader workers through a fork server of its own: seconds each.
     multiprocessing.set_start_method("fork", force=True)
     os.environ.clear()
