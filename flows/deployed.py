@@ -1,23 +1,36 @@
 """The entrypoint of runs that Prefect starts in a process of their own: ``trainflow.flows.deployed.pipeline``.
 
 Prefect servers keep this name with every deployment, so it stays the same wherever the code behind it moves.
+
+A served run ends with the process that serves it. Prefect's runner, when it is killed, leaves its runs behind with a
+server that is gone; so a run asks the kernel for a SIGTERM at its parent's end (Linux only), and keeps the embedded
+server alive until it has reported how it ended.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import fcntl
+import os
+import signal
+from pathlib import Path
 from typing import Any
 
 from prefect import flow, get_run_logger
 from prefect.client.schemas.objects import State
 
+from trainer_lib import guard
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainflow.flows import pipeline as _plain
 from trainflow.flows.cli.presentation import summary
+from trainflow.flows.records.ending import expect_until_exit
 from trainflow.flows.records.results import PipelineResult
-from trainflow.flows.server.automations import require_another_try
-from trainflow.flows.server.run_process import prepare_run_process
+from trainflow.flows.server import embedded
+from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, require_another_try
 from trainflow.flows.spec.spec import PipelineSpec
+from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
 
 
 # The parameters are written out, not taken over by functools.wraps: Prefect resolves their types in this module.
@@ -59,3 +72,31 @@ def _log_summary(result: object, spec: PipelineSpec) -> None:
     place = ["--storage", spec.storage]
     lines = summary(result, ["trainflow", "ui", *place], ["trainflow", "sync", *place])
     get_run_logger().info("%s", mask("\n".join(line.plain for line in lines).rstrip()))
+
+
+def prepare_run_process() -> None:
+    """Tie this process to the one that serves it; log without secrets and without tracebacks of typed failures."""
+    if OWNER in os.environ:
+        _end_with(int(os.environ[OWNER]))
+    if SERVER_FOLDER in os.environ:
+        _keep_server(Path(os.environ[SERVER_FOLDER]))
+    expect_until_exit()
+    # Prefect logs a failure after the flow has returned, so the filter is not removed with the flow.
+    quiet = contextlib.ExitStack()
+    quiet.enter_context(quiet_failures())
+    quiet.enter_context(masked_api_logs())
+    atexit.register(quiet.close)
+
+
+def _end_with(owner: int) -> None:
+    """Receive SIGTERM when the process `owner`, our parent, ends."""
+    os.setsid()  # the terminal's Ctrl-C goes to the owner alone: it signals us once, and waits for us
+    guard.prctl(guard.PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != owner:  # it ended before the kernel was asked
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _keep_server(folder: Path) -> None:
+    """Count as a client of the embedded server in `folder` until this process ends."""
+    descriptor = os.open(folder / embedded.CLIENTS_LOCK, os.O_RDWR)  # never closed: the lock lives with the process
+    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -40,7 +40,7 @@ from trainflow.flows.runs.heartbeat import beating
 from trainflow.flows.runs.resumption import plan_of_try
 from trainflow.flows.runs.run_status import read_status, sweep
 from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
-from trainflow.tasks.prefect.run_link import wait_for_drawings
+from trainflow.tasks.prefect.prefect_client import wait_for_drawings
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
 
 P = ParamSpec("P")

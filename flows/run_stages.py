@@ -13,9 +13,12 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.planning.plan import Plan, StagePlan
-from trainflow.flows.records.results import StageOutcome, Status
-from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.records.past_runs import read_record, run_folder
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome, Status
+from trainflow.flows.reports.run_record import RunRecord, has_nothing_to_do
+from trainflow.flows.runs.heartbeat import beating, read_signs
 from trainflow.flows.spec.checks import check_splits
+from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.stages import stage_names
 from trainflow.tasks.stage import progress
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
@@ -312,3 +315,38 @@ class _StageRun:
         self._result.stages.append(StageOutcome(name, status, reason, round(seconds, 3), record, places))
         if status == "skipped":
             progress.publish({"event": "stage", "stage": name, "status": status, "reason": reason})
+
+
+def result_if_unchanged(
+    spec: PipelineSpec, *, force: object = (), debug: bool = False, **choice: Any
+) -> PipelineResult | None:
+    """Return the result of a run that is complete already; None if anything is left to do, or may be.
+
+    Prefect is not imported: with its server, that is most of what such a command would take.
+
+    What waits for MLflow is delivered. Where workers will be needed, the process that loads torch for them is started.
+
+    Args:
+        force: stages to run again; with any, something is left to do.
+        choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
+
+    Raises:
+        TrainflowError: the spec is refused, or the storage cannot be read.
+    """
+    if force:
+        return None
+    plan = Plan.of(spec, debug=debug, **choice)
+    if any(stage.launch is not None and stage.launch.several_nodes for stage in plan.stages.values()):
+        return None  # other machines wait for the training, whose task lets them go
+    folder = run_folder(spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
+    # A sign belongs to a process at work on the run, or to one that died: Prefect may not know yet that it ended.
+    if not has_nothing_to_do(plan, read_record(folder)) or read_signs(folder):
+        expect_launches(plan)  # the import of torch takes longer than the start of the engine
+        return None
+    evaluated = plan.reasons["evaluate"].manifest if "evaluate" in plan.reasons else None
+    if evaluated is not None and not judge(spec.evaluate, evaluated).passed:
+        return None
+    result = PipelineResult(spec.name, "", spec.storage)
+    with beating(plan, in_flow=False), RunRecord(plan, result) as record:
+        keep_stages(plan, record)
+    return result

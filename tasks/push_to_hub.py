@@ -21,7 +21,6 @@ from trainer_lib.protocol.requests import OUTCOMES
 from trainer_lib.storage import FileEntry, Store
 from trainflow.tasks.configs import PublishConfig
 from trainflow.tasks.keys.keys import publish_key, publishes_code
-from trainflow.tasks.model.merged_model import published_model, require_adapters
 from trainflow.tasks.model.model_card import add_outcomes, describe_card, draw_files
 from trainflow.tasks.model.model_lineage import add_lineage, describe_lineage
 from trainflow.tasks.model.outcome_tables import read_outcomes
@@ -30,7 +29,9 @@ from trainflow.tasks.model.portable_model import (
     asset_sources,
     code_texts,
     describe_model,
+    published_model,
     refuse_tokens,
+    require_adapters,
 )
 from trainflow.tasks.model.published_model import EVALUATION, judge_publication
 from trainflow.tasks.stage import progress as _progress

@@ -11,8 +11,7 @@ from trainer_lib.protocol.requests import TrainRequest
 from trainflow.tasks.configs import TrainConfig
 from trainflow.tasks.keys.keys import train_key
 from trainflow.tasks.keys.stage_code import code_of, metrics_digest
-from trainflow.tasks.model.model_lineage import digest_checkpoints
-from trainflow.tasks.model.versions import describe_environment
+from trainflow.tasks.model.model_lineage import describe_environment, digest_checkpoints
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest

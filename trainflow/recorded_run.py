@@ -13,10 +13,9 @@ from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
-from trainflow.flows.cached_run import result_if_unchanged
 from trainflow.flows.records.past_runs import RUNS, PastRun, find_run, list_runs, run_folder, take_result
-from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
-from trainflow.flows.records.training_history import read_training_history
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, read_training_history
+from trainflow.flows.run_stages import result_if_unchanged
 from trainflow.flows.runs.run_details import RunDetails, read_details
 from trainflow.flows.runs.run_status import read_status
 from trainflow.flows.server.api import prefect_api, quiet_environment

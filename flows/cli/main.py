@@ -49,7 +49,7 @@ _COMMANDS = {
     "predict": "predicting:predict",
     "chat": "chatting:chat",
     "evaluate": "evaluating:evaluate",
-    "export": "exporting:export",
+    "export": "predicting:export",
     "models": "registry:models",
     "promote": "registry:promote",
     "rollback": "registry:rollback",

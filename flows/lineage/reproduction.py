@@ -26,7 +26,7 @@ from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.configs import RegisterConfig
 from trainflow.tasks.keys.sources import find_absent, fingerprints
-from trainflow.tasks.model.versions import describe_environment
+from trainflow.tasks.model.model_lineage import describe_environment
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up_under
 

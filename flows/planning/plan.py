@@ -16,7 +16,7 @@ from datetime import datetime
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.base.path_options import is_path
+from trainer_lib.base.paths import is_path
 from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import ConfigError
 from trainflow.flows.records.past_runs import PastRun, find_first_missing, find_run, take_result

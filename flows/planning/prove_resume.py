@@ -25,7 +25,7 @@ from rich.text import Text
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.path_options import is_path
+from trainer_lib.base.paths import is_path
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
@@ -34,7 +34,7 @@ from trainer_lib.storage import Store
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.keys import keys as _keys
-from trainflow.tasks.model.versions import find_processor, find_versions
+from trainflow.tasks.model.model_lineage import find_processor, find_versions
 from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage.context import StageContext, choosing_metrics
 from trainflow.tasks.stage.manifest import StageManifest

@@ -7,13 +7,18 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainer_lib.base.durations import describe_seconds
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import TrainflowError
+from trainer_lib.storage import Store
 from trainer_lib.trackers.names import is_measurement
 
 RUN_ID_CHARS = 16
 """A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
 
 Status = Literal["cached", "ran", "failed", "skipped"]
+_LIMIT = 256 << 20
+Entry = dict[str, Any]
+"""One entry of a trainer's log, with its `step`."""
 
 
 @dataclass(frozen=True)
@@ -153,3 +158,17 @@ def evaluation_warnings(result: PipelineResult) -> list[str]:
     """Warnings of evaluate about the model, also of an earlier run whose result is used again."""
     noted = [(outcome.manifest or {}).get("meta", {}) for outcome in result.stages if outcome.stage == "evaluate"]
     return [str(text) for meta in noted for text in meta.get("warnings") or ()]
+
+
+def read_training_history(stage: Store) -> list[Entry]:
+    """The trainer's log, as mappings with their `step`; empty where the stage left none.
+
+    Raises:
+        StorageError: the storage cannot be read. ValueError: the file is torn.
+    """
+    data = stage.read_if_exists("history.json", limit=_LIMIT)
+    if not data:
+        return []
+    # Of the steps that no log covers: all of them, where `logging_steps` is larger than the training.
+    losses = stage.read_if_exists("losses.json", limit=_LIMIT)
+    return [*parse_json(data), *parse_json(losses or b"[]")]

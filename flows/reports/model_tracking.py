@@ -11,12 +11,12 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import from_record
 from trainer_lib.errors import CodeError, StorageError, StorageGoneError, TrainflowError
-from trainer_lib.hub.metric_tables import slice_tables
 from trainer_lib.hub.pictures import as_file
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered
 from trainer_lib.trackers.mlflow.model_record import Flavor
+from trainer_lib.trackers.names import slice_tables
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import TRIAL
@@ -24,12 +24,12 @@ from trainflow.tasks.configs import RegisterConfig
 from trainflow.tasks.model.logged_models import (
     LoggedModel,
     describe_exported,
+    describe_flavor,
     link_evaluation,
     log_models,
     log_outputs,
     register_model,
 )
-from trainflow.tasks.model.model_flavor import describe_flavor
 from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.model.portable_model import write_description
 from trainflow.tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, TrainFacts

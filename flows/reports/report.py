@@ -23,12 +23,11 @@ from markupsafe import Markup
 from trainer_lib.base.durations import describe_bytes, describe_seconds
 from trainer_lib.base.foreign_text import to_markdown, to_terminal
 from trainer_lib.base.suggestions import counted, number_words
-from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics
 from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
-from trainer_lib.trackers.names import with_intervals
+from trainer_lib.trackers.names import compare_with_baselines, slice_tables, whole_metrics, with_intervals
 from trainflow.flows.records.results import PipelineResult
-from trainflow.tasks.model.versions import find_versions
+from trainflow.tasks.model.model_lineage import find_versions
 
 if TYPE_CHECKING:
     from trainer_lib.trackers.mlflow.mlflow_registry import Registered

@@ -41,10 +41,15 @@ from trainflow.flows.records.past_runs import (
     write_record,
 )
 from trainflow.flows.records.plan_record import actual_of, compare, read_plan_record, write_half
-from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, collect_metrics, describe_outcomes
+from trainflow.flows.records.results import (
+    RUN_ID_CHARS,
+    PipelineResult,
+    collect_metrics,
+    describe_outcomes,
+    read_training_history,
+)
 from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
-from trainflow.flows.records.training_history import read_training_history
 from trainflow.flows.reports.model_tracking import (
     ModelTracking,
     log_charts,

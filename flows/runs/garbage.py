@@ -24,8 +24,7 @@ from trainer_lib.base.json_text import BrokenSealError, parse_json
 from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
 from trainer_lib.errors import DamagedError, InfrastructureError, StorageError, TrainflowError, first_line
 from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
-from trainer_lib.locks.readers import list_readers
-from trainer_lib.locks.removal import REMOVING, announce_removal, remove_run, withdraw_removal
+from trainer_lib.locks.removal import REMOVING, announce_removal, list_readers, remove_run, withdraw_removal
 from trainer_lib.secrets import MASK, mask
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, withdraw_folder

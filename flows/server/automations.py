@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 
 CRASHES = "TRAINFLOW_CRASH_RETRIES"
 """Variable of a run's process: how many of its crashes are followed by another try."""
+# Set by `trainflow.flows.server.serving` for the processes of its runs; absent in those of a work pool's worker.
+OWNER = "TRAINFLOW_SERVED_BY"
+SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 
 HEARTBEAT_S = 30
 # Four beats: a busy machine may miss one.

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.json_text import parse_record
-from trainer_lib.base.path_options import expand_home, is_path
+from trainer_lib.base.paths import expand_home, is_path
 from trainer_lib.data.rows.row_sources import is_hidden
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError, first_line
 from trainer_lib.secrets import mask

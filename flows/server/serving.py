@@ -34,11 +34,10 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
-from trainflow.flows.server.automations import run_environment, set_retries
+from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.new_data import EVERY_S, Watch
 from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
-from trainflow.flows.server.run_process import OWNER, SERVER_FOLDER
 from trainflow.flows.server.schedule import Schedule, show_firings
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
 

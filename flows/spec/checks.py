@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib import secrets
 from trainer_lib.base.durations import describe
 from trainer_lib.base.metric_names import read_metrics
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names

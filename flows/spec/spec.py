@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.path_options import absolute_path, expand_home, is_path, map_paths
+from trainer_lib.base.paths import absolute_path, expand_home, is_path, map_paths
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.benchmarks import is_task_file

@@ -39,8 +39,7 @@ from trainer_lib.errors import (
 from trainer_lib.launch.settings.gpu_selection import SHARED_BY
 from trainer_lib.storage import Store
 from trainflow.flows.records.ending import StopRequest
-from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, flat_metrics
-from trainflow.flows.records.training_history import read_training_history
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, flat_metrics, read_training_history
 from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import parse_spec
 from trainflow.flows.spec.sweep_settings import OBJECTIVE, SWEEP, TRIAL

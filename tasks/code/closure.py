@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import FOLDER, KEPT
 from trainflow.tasks.code.syntax import (

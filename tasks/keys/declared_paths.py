@@ -21,7 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.base.path_options import PathOptions, absolute_path, map_paths
+from trainer_lib.base.paths import PathOptions, absolute_path, map_paths
 from trainer_lib.base.suggestions import nearest
 from trainflow.tasks.code.program import Piece
 from trainflow.tasks.code.reach import Code

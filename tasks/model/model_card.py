@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.path_options import absolute_path
+from trainer_lib.base.paths import absolute_path
 from trainer_lib.data.rows.column import LABELS
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.base import ADAPTER, Source
@@ -20,9 +20,9 @@ from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainflow.tasks.configs import PublishConfig
 from trainflow.tasks.keys.keys import versions
-from trainflow.tasks.model.merged_model import CONFIG
 from trainflow.tasks.model.model_lineage import changed_arguments, describe_lineage
 from trainflow.tasks.model.outcome_tables import Outcome
+from trainflow.tasks.model.portable_model import ADAPTER_CONFIG
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest
@@ -76,7 +76,7 @@ def describe_card(
         columns=_columns(trained),
         address=config.to if config.to and config.to.startswith("hf://") else None,
         files=files,
-        is_merged=f"{ADAPTER}/{CONFIG}" in of_model,
+        is_merged=f"{ADAPTER}/{ADAPTER_CONFIG}" in of_model,
         confidence=getattr(inputs[2].facts, "confidence", None) if len(inputs) > 2 else None,
         **_origin(config, data, model, trained, folder),
     )
@@ -210,7 +210,7 @@ def _history(model: StageManifest) -> list[dict[str, Any]]:
 
 def _loader(of_model: Mapping[str, Source]) -> tuple[str, str] | None:
     """The library and the class whose `from_pretrained` loads the model; None for a model of another kind."""
-    if CONFIG in of_model:
+    if ADAPTER_CONFIG in of_model:
         return "peft", "AutoPeftModel"
     if "config.json" not in of_model:
         return None

@@ -1,9 +1,14 @@
-"""The lineage of a model: made from the manifests of the stages, for its publication and for the run's record."""
+"""The lineage of a model, from the manifests of the stages, and the versions and processor it was made with."""
 
 from __future__ import annotations
 
+import contextlib
+import platform
+import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
@@ -30,6 +35,7 @@ MODEL = "model/"
 _KEY_BYTES = 16 << 20
 # In a key, as the parameters of the tasks: the content digests of what a stage was made from.
 _INPUTS = {"data": "prepare-data", "model": "train"}
+_PACKAGES = ("trainflow", "torch", "numpy", "safetensors", "transformers", "accelerate", "pyarrow")
 
 
 def digest_checkpoints(
@@ -79,12 +85,11 @@ def describe_lineage(
     keys = {manifest.stage: read_key(manifest.store()) for manifest in manifests}
     model = next((manifest for manifest in manifests if isinstance(manifest.facts, TrainFacts)), None)
     facts = TrainFacts() if model is None else model.facts
-    sources = keys.get("prepare-data", {}).get("sources")
     changed = {"mixture": list(facts.mixture)} if facts.mixture else {}
     tracked, mlflow_id = mlflow or (facts.tracked_run, facts.mlflow_run_id)
     return Lineage(
         name=name,
-        sources=tuple(_sources(sources)),
+        sources=tuple(_sources(keys.get("prepare-data", {}).get("sources"))),
         stages=tuple(
             StageLink(
                 stage=manifest.stage,
@@ -163,3 +168,28 @@ def _sources(recorded: object) -> Iterable[SourceLink]:
 
 def _step_of(name: str) -> int:
     return parse_step(name) or 0
+
+
+def find_versions() -> dict[str, str]:
+    """Python's version and those of the packages that train and predict; no entry for one that is not installed."""
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def find_processor() -> str:
+    """The processor's name, as the system gives it."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+            return next(
+                (row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")), ""
+            )
+    return platform.processor()
+
+
+def describe_environment() -> dict[str, str]:
+    """Versions and, under the name `processor`, the processor."""
+    return {**find_versions(), "processor": find_processor()}

@@ -1,31 +1,39 @@
-"""The description of a trained model, for its publication and for the run that trained it."""
+"""A trained model as it is published: its description, and its files, with `publish.merge_adapters` merged weights."""
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from trainer_lib.errors import CodeError, ConfigError
-from trainer_lib.hub.base import Source
+from trainer_lib.hub.base import ADAPTER, Source
 from trainer_lib.model_folder.description import ASSETS, CODE, FILE, SOURCE, ModelDescription, Places
+from trainer_lib.protocol.requests import MergeRequest
 from trainer_lib.secrets import holds_token
 from trainer_lib.storage import FileEntry, Store
 from trainflow.tasks.code.closure import Closure
-from trainflow.tasks.configs import PublishConfig
+from trainflow.tasks.configs import LaunchSettings, PublishConfig
 from trainflow.tasks.keys.keys import versions
 from trainflow.tasks.keys.stage_code import METRICS, code_of
 from trainflow.tasks.keys.stage_code import MODEL as MODEL_FUNCTIONS
 from trainflow.tasks.model.model_lineage import read_key
+from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.worker import sent_arguments
+from trainflow.tasks.stage.runner import StageAttempt
+from trainflow.tasks.stage.worker import launch_request, model_fields, sent_arguments
 
 MODEL = "model/"
 _ASSETS = f"{ASSETS}/"
+ADAPTER_CONFIG = "adapter_config.json"
+_OF_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "base_model.json")
+_MERGED = "merged"
+"""Folder of the stage that holds the merged weights until they are published."""
 
 
 @dataclass(frozen=True)
@@ -169,3 +177,72 @@ def _lasting(args: dict[str, object]) -> dict[str, object]:
     """The arguments without those that say where to write and report: they decide no prediction."""
     elsewhere = ("output_dir", "logging_dir", "report_to", "run_name", "hub_model_id", "hub_token", "push_to_hub")
     return {name: value for name, value in args.items() if name not in elsewhere}
+
+
+def require_adapters(config: PublishConfig, model: StageManifest[TrainFacts]) -> None:
+    """Raise ConfigError where the spec merges adapters and the trained model has none."""
+    if not config.merge_adapters or f"{MODEL}{ADAPTER_CONFIG}" in {entry.path for entry in model.files}:
+        return
+    raise ConfigError(
+        "The trained model has no adapters.",
+        field="publish.merge_adapters",
+        value="true",
+        remedy="Remove it: all weights of the model are published. Or train adapters: train.model.adapter.",
+    )
+
+
+@contextlib.contextmanager
+def published_model(
+    config: PublishConfig,
+    context: StageContext,
+    data: StageManifest[PrepareFacts],
+    model: StageManifest[TrainFacts],
+    attempt: StageAttempt,
+) -> Iterator[tuple[dict[str, Source], dict[str, float]]]:
+    """The files of the model by their path in a publication, and how merged weights agree with the adapters.
+
+    Merged weights exist inside the block.
+
+    Raises:
+        TrainflowError: the typed failure of the worker that merges.
+    """
+    trained = {
+        entry.path.removeprefix(MODEL): Source(model.store(), entry)
+        for entry in model.files
+        if entry.path.startswith(MODEL)
+    }
+    if not config.merge_adapters:
+        yield trained, {}
+        return
+    store = attempt.store.child(_MERGED)
+    store.delete_tree()  # of an attempt that was killed
+    try:
+        message = "merges the adapters into the weights of their base model"
+        _progress.publish({"event": "progress", "stage": attempt.stage, "message": message})
+        request = MergeRequest(
+            **model_fields(config, context, attempt, data),
+            args=sent_arguments({**config.args, "use_cpu": True}, context),
+            model=model.facts.model,
+            model_url=f"{model.url}/model",
+            dtype=config.merged_type,
+            tolerance=config.merge_tolerance,
+        )
+        result = launch_request(replace(request, output=store.url), LaunchSettings(processes=1), context, attempt)
+        if result.agreement:
+            words = "merged weights choose the next token of the adapters in {merge_agreement:.1%} of the places tried"
+            message = words.format(**result.agreement)
+            _progress.publish({"event": "progress", "stage": attempt.stage, "message": message})
+        yield beside_adapters(trained) | {entry.path: Source(store, entry) for entry in result.files}, result.agreement
+    finally:
+        store.delete_tree()
+
+
+def beside_adapters(trained: Mapping[str, Source]) -> dict[str, Source]:
+    """The files of a model with adapters, the adapters in a folder of their own.
+
+    Beside merged weights, transformers would put them on these once more.
+    """
+    return {
+        f"{ADAPTER}/{path}" if PurePosixPath(path).name in _OF_ADAPTERS else path: source
+        for path, source in trained.items()
+    }

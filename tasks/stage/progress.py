@@ -16,8 +16,8 @@ from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
+from trainflow.tasks.prefect.prefect_client import RunLink
 from trainflow.tasks.prefect.prefect_internals import api_log_handlers, set_up_logging
-from trainflow.tasks.prefect.run_link import RunLink
 
 Event = dict[str, Any]
 Listener = Callable[[Event], None]

@@ -6,6 +6,7 @@ could not be delivered when the run ends waits there, artifacts and the run's en
 
 The default tracking store is sqlite, `mlflow.db` beside a local storage root with artifacts in `mlartifacts/`. Remote
 storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRACKING_URI` where machines share a run.
+The processes of the stages get a run as plain text, a `RunHandle`.
 """
 
 from __future__ import annotations
@@ -18,14 +19,17 @@ import logging
 import os
 import re
 import shutil
+import socket
 import subprocess
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
@@ -34,9 +38,20 @@ from trainer_lib.trackers.mlflow.delivery import Delivery
 from trainer_lib.trackers.mlflow.mlflow_client import KEY_TAG, artifact_location, is_local_database
 from trainer_lib.trackers.mlflow.shipper import Shipper
 from trainer_lib.trackers.names import clean_key, flatten_params
-from trainer_lib.trackers.spool import Session, Waiting, count_waiting, known_run, now_ms, own_spool, user_data_dir
+from trainer_lib.trackers.spool import (
+    SPOOL_DIR,
+    TRACKED_RUN,
+    Session,
+    Waiting,
+    count_waiting,
+    known_run,
+    now_ms,
+    own_spool,
+    user_data_dir,
+)
 from trainflow.tasks.configs import TrackingConfig
-from trainflow.tasks.tracking.run_handle import RunHandle as RunHandle
+
+HTTP_TIMEOUT_S = 15
 
 
 def source_tags(name: str, project: Path | None) -> dict[str, str]:
@@ -333,3 +348,63 @@ def _tracking_dir(storage: Store) -> Path:
 
 def _clean_tags(tags: Mapping[str, str | None]) -> dict[str, str | None]:
     return {clean_key(key): None if value is None else mask(str(value)) for key, value in tags.items()}
+
+
+@dataclass(frozen=True)
+class RunHandle:
+    """One MLflow run, as plain text: it can be passed to another process of this machine.
+
+    Attributes:
+        token: names the run before, and whether or not, the server was reached.
+        experiment: the experiment's name.
+        tracking_uri: where the run is. May hold credentials when it came from the environment: show `server` instead.
+        spool_dir: local folder where what is logged waits for the server.
+        host: name of the machine whose flow delivers it.
+    """
+
+    token: str
+    experiment: str
+    tracking_uri: str
+    spool_dir: str
+    host: str = field(default_factory=socket.gethostname)
+
+    def __repr__(self) -> str:
+        return f"RunHandle({self.token!r} at {self.server!r})"
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id on the server; None before it was reached."""
+        return known_run(Path(self.spool_dir), self.token).get("run_id")
+
+    @property
+    def experiment_id(self) -> str | None:
+        """The experiment's id on the server; None before it was reached."""
+        return known_run(Path(self.spool_dir), self.token).get("experiment_id")
+
+    @property
+    def server(self) -> str:
+        """The tracking URI without credentials."""
+        return mask(self.tracking_uri)
+
+    def ui_path(self) -> str:
+        """The run's page below the address of any MLflow UI that shows this store."""
+        return f"#/experiments/{self.experiment_id}/runs/{self.run_id}"
+
+    def ui_url(self) -> str | None:
+        """The run's page on the tracking server; None for a database, which has no page, and before it was reached."""
+        if urlsplit(self.server).scheme not in {"http", "https"} or self.run_id is None:
+            return None
+        return f"{self.server.rstrip('/')}/{self.ui_path()}"
+
+    def worker_env(self) -> dict[str, str]:
+        """The environment in which a worker's MLflow tracker adds its points to this run."""
+        run_id = self.run_id
+        return {
+            "MLFLOW_TRACKING_URI": self.tracking_uri,
+            **({} if run_id is None else {"MLFLOW_RUN_ID": run_id}),
+            TRACKED_RUN: json.dumps({"token": self.token, "experiment": self.experiment, "host": self.host}),
+            SPOOL_DIR: self.spool_dir,
+            "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0",
+            "MLFLOW_HTTP_REQUEST_TIMEOUT": str(HTTP_TIMEOUT_S),
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }

@@ -198,7 +198,7 @@ print(json.dumps([each.to_dict() for each in (of_trl, of_theirs, of_ours)]))
 ADOPTED = """
 import json
 import sentence_transformers, trl
-from trainer_lib.arguments.foreign.foreign_arguments import adopt_arguments
+from trainer_lib.arguments.foreign_arguments import adopt_arguments
 
 found = []
 for args in (trl.SFTConfig("out", use_cpu=True, bf16=False, max_length=32),

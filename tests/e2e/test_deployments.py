@@ -22,8 +22,8 @@ from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.server.api import prefect_api
+from trainflow.flows.server.automations import OWNER, SERVER_FOLDER
 from trainflow.flows.server.membership import server_folder
-from trainflow.flows.server.run_process import OWNER, SERVER_FOLDER
 from trainflow.flows.server.schedule import Schedule
 from trainflow.flows.server.serving import _deployment, _forget_planned_runs
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec

@@ -30,7 +30,7 @@ from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder, acquire_lease
-from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.storage import Store
 from trainflow.flows.cli.commands import checkpoints, execution
 

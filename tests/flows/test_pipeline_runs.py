@@ -35,7 +35,7 @@ from tests.support.runs import (
 from tests.support.toy import project
 from trainer_lib.errors import CodeError, ConfigError, Interrupted
 from trainer_lib.storage import Store
-from trainflow.flows.follow.following import change_mixture
+from trainflow.flows.following import change_mixture
 from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan, explain
 from trainflow.flows.records.past_runs import list_runs
@@ -43,7 +43,7 @@ from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports import prefect_artifacts
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.model.model_lineage import describe_lineage
-from trainflow.tasks.prefect import run_link
+from trainflow.tasks.prefect import prefect_client
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage import progress as _progress
@@ -124,7 +124,7 @@ def test_prefect_mlflow_and_the_report_show_the_name_of_a_run_and_how_it_went(
 ) -> None:
     # What nothing waits for takes longer on a busy machine than a run would grant it.
     monkeypatch.setattr(prefect_artifacts, "LIMIT_S", PATIENCE_S)
-    monkeypatch.setattr(run_link, "quick_client", lambda: quick_client(PATIENCE_S))
+    monkeypatch.setattr(prefect_client, "quick_client", lambda: quick_client(PATIENCE_S))
     result = tracked(folder, "train.args.learning_rate=1e-2")
     shown, in_prefect = mlflow_run(result), newest_flow_run()
     assert result.run_name == shown.info.run_name == in_prefect.name == "toy-lr0.01-2"
@@ -253,7 +253,7 @@ def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder
 
 
 def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_link, "EVERY_S", 0.1)
+    monkeypatch.setattr(prefect_client, "EVERY_S", 0.1)
     broken(folder, "x = draw.uniform(-1, 1)", "x = draw.uniform(-1, 1) * (__import__('time').sleep(1) is None)")
     asked: list[str] = []
 

@@ -22,7 +22,7 @@ from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.prove_resume import seal_holds
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.tasks.model import versions
+from trainflow.tasks.model import model_lineage
 
 
 def _run(folder: Path) -> str:
@@ -86,7 +86,7 @@ def test_other_numbers_are_measured_and_judged_by_the_tolerance(folder: Path, tm
 def test_other_versions_and_other_data_are_named_before_it_begins(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(versions, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
+    monkeypatch.setattr(model_lineage, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
     said: list[str] = []
     (folder / "rows.csv").write_text("1\n")
     result = run(folder, f"prepare.sources=[{folder / 'rows.csv'}]")

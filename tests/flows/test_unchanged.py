@@ -33,7 +33,6 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows import pipeline as _pipeline
 from trainflow.flows import pipeline as module
-from trainflow.flows.cached_run import result_if_unchanged
 from trainflow.flows.cli.commands.execution import _choose
 from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan
@@ -48,6 +47,7 @@ from trainflow.flows.records.past_runs import (
 from trainflow.flows.records.prefect_runs import OwnFlowRun, own_flow_run
 from trainflow.flows.records.recorded_spec import read_recorded_spec
 from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.run_stages import result_if_unchanged
 from trainflow.flows.runs.heartbeat import read_signs
 from trainflow.flows.runs.resumption import find_still_forced, require_sources
 from trainflow.flows.spec.spec import PipelineSpec, load_spec

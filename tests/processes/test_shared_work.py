@@ -283,7 +283,7 @@ def test_kill_9_while_saving_loses_nothing_that_was_committed(tmp_path: Path) ->
 
 READER = """
 import sys
-from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.storage import Store
 
 with protect_from_removal(Store.open(sys.argv[1])):

@@ -28,10 +28,10 @@ from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError, LeaseLostError, StorageError
-from trainer_lib.locks import readers as module
+from trainer_lib.locks import removal as module
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.readers import protect_from_removal, withdraw_if_unread
+from trainer_lib.locks.removal import protect_from_removal, withdraw_if_unread
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, read_commit, write_commit
 

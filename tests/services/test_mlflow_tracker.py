@@ -32,8 +32,7 @@ from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports.run_record import RunRecord
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.configs import TrackingConfig
-from trainflow.tasks.follow.evaluations import Evaluation
-from trainflow.tasks.follow.follower import RunPoints
+from trainflow.tasks.follow import Evaluation, RunPoints
 from trainflow.tasks.tracking.mlflow_run import TrackedRun, find_waiting, open_run
 
 

@@ -11,12 +11,12 @@ import pytest
 
 from tests.support.checkpoints import save_untrained
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.locks.readers import is_kept
+from trainer_lib.locks.removal import is_kept
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedSplit
 from trainer_lib.storage import Store
+from trainflow.tasks import follow as module
 from trainflow.tasks.configs import LaunchSettings, TrainConfig
-from trainflow.tasks.follow import follower as module
-from trainflow.tasks.follow.follower import Follower, Job, Listener, check_settings
+from trainflow.tasks.follow import Follower, Job, Listener, check_settings
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest

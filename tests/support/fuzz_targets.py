@@ -35,7 +35,7 @@ from trainer_lib.distributed.sharding import LocalPart
 from trainer_lib.errors import DamagedError
 from trainer_lib.locks.claim import WRITING, read_claim
 from trainer_lib.locks.lease import Holder, find_holder
-from trainer_lib.locks.readers import list_readers
+from trainer_lib.locks.removal import list_readers
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit, verify_files, write_commit

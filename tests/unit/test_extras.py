@@ -18,8 +18,7 @@ from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import CodeError, MissingExtraError
 from trainer_lib.evaluation.benchmarks import FIELD, require_lm_eval
 from trainer_lib.keras_models.keras_backend import import_keras
-from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
-from trainer_lib.launch.settings.refusal import require_torch
+from trainer_lib.launch.settings.config import LaunchConfig, require_torch, resolve_config
 from trainer_lib.protocol.recipe_failures import user_error
 from trainer_lib.recipes.shared.model_places import import_transformers, quantized
 from trainer_lib.search.trials import default_hp_space_ray

@@ -9,7 +9,7 @@ from trainer_lib.arguments.configs.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Affects, declarations, field_map
 from trainer_lib.arguments.io import plain
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 
 if TYPE_CHECKING:
     from trainer_lib.arguments.training import TrainingArguments

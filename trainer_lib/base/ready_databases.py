@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from trainer_lib.base.user_folders import cache_folder
+from trainer_lib.base.paths import cache_folder
 
 _FOLDER = "databases"
 _JOURNALS = ("-wal", "-shm", "-journal")

@@ -27,8 +27,7 @@ from concurrent.futures import Future, wait
 from typing import TYPE_CHECKING
 
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.snapshot import Snapshot
-from trainer_lib.checkpoint.staging import HostCopy, freeze_snapshot
+from trainer_lib.checkpoint.snapshot import HostCopy, Snapshot, freeze_snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.storage import Store

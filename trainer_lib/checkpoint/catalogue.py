@@ -17,7 +17,7 @@ from trainer_lib.checkpoint.foreign.recognise import is_foreign
 from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
 from trainer_lib.errors import DamagedError, NewerVersionError, StorageError
 from trainer_lib.locks.claim import is_claim, read_claim
-from trainer_lib.locks.readers import is_kept, is_protected, withdraw_if_unread
+from trainer_lib.locks.removal import is_kept, is_protected, withdraw_if_unread
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 

@@ -1,27 +1,44 @@
-"""`Snapshot`: a rank's contribution to a checkpoint. The writer writes it, `staging` copies it.
+"""`Snapshot`: a rank's contribution to a checkpoint. The writer writes it.
 
 Two kinds of model state exist. A *whole* state has every tensor complete on rank 0, which writes it into two files. A
 *sharded* state has a part of every tensor on every rank; `shard_snapshot` keeps this rank's parts, and each rank writes
 its own file of them.
+
+A background save writes from a copy on the host while training changes the original. All tensors are copied into one
+block of host memory that every save uses again, so a training holds at most one copy of its state. Only the first save
+pays for the memory: the system hands out zeroed pages at their first use, which is slower than the copy itself, so
+`HostCopy.reserve` touches them beforehand in a thread of its own. Staging before an asynchronous save is what torch
+does as well (``torch.distributed.checkpoint.async_save``).
 """
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
-from collections.abc import Iterable, Mapping
+import threading
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import MODEL
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import LocalShard, collect_local_parts, is_any_sharded
+from trainer_lib.checkpoint.values import render_json
+from trainer_lib.distributed.xla import memory_address
+from trainer_lib.errors import OutOfMemoryError
 
 _HEADER_BYTES = 512
 """The most bytes of a tensor's entry in a safetensors header, for the space check."""
 _OTHER_BYTES = 2**20
 """The most bytes that a rank writes besides tensors (random states, JSON, headers), for the space check."""
+_ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element's size
+Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass
@@ -105,3 +122,143 @@ def estimate_bytes(snapshot: Snapshot, world_size: int) -> int:
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class HostCopy:
+    """Host memory for one copy of a training's state."""
+
+    def __init__(self) -> None:
+        self._block: Tensor | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def size(self) -> int:
+        """Bytes held."""
+        self._join_reservation()
+        return 0 if self._block is None else self._block.numel()
+
+    def reserve(self, size: int) -> None:
+        """Get `size` bytes ready in the background; if they are not free, `copy_tensors` asks for them once more."""
+        # Never two reservations at a time, and none for memory that is there.
+        if self._thread is None and (self._block is None or self._block.numel() < size):
+            self._thread = threading.Thread(target=self._grow, args=(size,), name="trainflow-reserve", daemon=True)
+            self._thread.start()
+
+    @torch.no_grad()
+    def copy_tensors(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
+        """Copy tensors `[...]` to the host, in their shapes and dtypes; the next call overwrites the copies.
+
+        Tensors that share memory (tied weights) share their copy. Tensors without plain values (meta, sparse) are
+        returned as they are: the writer refuses them by name.
+
+        Raises:
+            OutOfMemoryError: the host has no room for the copy.
+        """
+        plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_meta]
+        distinct = {_memory_key(tensor): tensor.detach() for tensor in plain}
+        block = self._require_block(bytes_to_copy(distinct.values()))
+        copies: dict[Hashable, Tensor] = {}
+        begin = 0
+        for memory, tensor in distinct.items():
+            end = begin + tensor.numel() * tensor.element_size()
+            copies[memory] = block[begin:end].view(tensor.dtype).view(tensor.shape)
+            copies[memory].copy_(tensor, non_blocking=tensor.is_cuda)
+            begin = _align(end)
+        if any(tensor.is_cuda for tensor in distinct.values()):
+            torch.cuda.synchronize()  # non_blocking copies: training may change the originals only after this
+        return {key: copies.get(_memory_key(tensor), tensor) for key, tensor in tensors.items()}
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._join_reservation()
+        self._block = None
+
+    def _join_reservation(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _require_block(self, size: int) -> Tensor:
+        self._join_reservation()
+        if self._block is None or self._block.numel() < size:
+            self._grow(size)
+        if self._block is None:
+            raise OutOfMemoryError(
+                f"The host has no {size:,} bytes free for the copy that a background save writes from.",
+                field="save_async",
+                remedy="Give it more memory, or set save_async=False.",
+            )
+        return self._block
+
+    def _grow(self, size: int) -> None:
+        self._block = None  # free the smaller block first, so that there are never two copies
+        # Pages that are locked take copies from a GPU several times as fast, and there may be fewer of them.
+        for pinned in (True, False) if torch.cuda.is_initialized() else (False,):  # type: ignore[no-untyped-call]
+            with contextlib.suppress(RuntimeError):  # torch's allocators: no memory
+                # zeros, not empty: writing is what gets the pages
+                self._block = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
+                return
+
+
+def bytes_to_copy(tensors: Iterable[Tensor]) -> int:
+    """Bytes that `HostCopy.copy_tensors` needs for tensors `[...]` that share no memory."""
+    return sum(_align(tensor.numel() * tensor.element_size()) for tensor in tensors)
+
+
+def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
+    """Copy the part of a snapshot that this rank writes; the copy is valid until `memory` is used again.
+
+    Raises:
+        ConfigError: a part cannot be written as JSON.
+        OutOfMemoryError: the host has no room for the copy.
+    """
+    own = select_part(snapshot, rank)
+    optimizer = own.optimizer
+    # One call for all tensors, keyed by their file: the block is one, and ties may cross the model and the optimizer.
+    live = {(layout.MODEL, name): tensor for name, tensor in own.model.items()}
+    if optimizer is not None:
+        live.update({(layout.OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
+    if own.parts is not None:
+        live.update({(layout.SHARD_INDEX, name): part.values for name, part in own.parts.parts.items()})
+    live.update({(layout.extra_file(rank), name): tensor for name, tensor in own.extra.items()})
+    copies = memory.copy_tensors(live)
+
+    def copies_of(group: str) -> dict[str, Tensor]:
+        return {name: tensor for (file, name), tensor in copies.items() if file == group}
+
+    parts = own.parts
+    if parts is not None:
+        held = copies_of(layout.SHARD_INDEX)
+        parts = replace(parts, parts={name: replace(part, values=held[name]) for name, part in parts.parts.items()})
+    return replace(
+        own,
+        model=copies_of(layout.MODEL),
+        optimizer=None if optimizer is None else replace(optimizer, tensors=copies_of(layout.OPTIMIZER)),
+        parts=parts,
+        extra=copies_of(layout.extra_file(rank)),
+        # By deepcopy, because a schedule's state may hold what JSON cannot.
+        scheduler=copy.deepcopy(own.scheduler),
+        scaler=copy.deepcopy(own.scaler),
+        rng=_copy_json("rng", own.rng),
+        data=_copy_json(layout.DATA, own.data),
+        trainer_state=_copy_json(layout.TRAINER_STATE, own.trainer_state),
+        training_args=_copy_json(layout.TRAINING_ARGS, own.training_args),
+        files=dict(own.files),
+        meta=_copy_json("meta", own.meta),
+    )
+
+
+def _copy_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
+    """Copy a value by way of JSON, which is several times faster than `copy.deepcopy`."""
+    written: dict[str, Any] = parse_json(render_json(name, value))
+    return written
+
+
+def _memory_key(tensor: Tensor) -> Hashable:
+    """A key that two tensors share if they are the same values in the same memory (tied weights)."""
+    view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()) if tensor.layout is torch.strided else ()
+    return (tensor.device, tensor.dtype, *view, memory_address(tensor) if view and not tensor.is_meta else id(tensor))
+
+
+def _align(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

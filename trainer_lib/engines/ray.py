@@ -26,7 +26,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State, no_gpus_asked
 from trainer_lib.engines.ray_agent import KILL_S, Agent
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
-from trainer_lib.launch.settings.refusal import unshared
+from trainer_lib.launch.settings.config import unshared
 from trainer_lib.launch.settings.variables import thread_variables
 from trainer_lib.storage import Store
 

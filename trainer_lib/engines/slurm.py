@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from trainer_lib import errors
 from trainer_lib.base.json_text import parse_json, read_json
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 from trainer_lib.engines import member
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
 from trainer_lib.storage import Store

@@ -19,11 +19,18 @@ from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card
-from trainer_lib.hub.metric_tables import compare_with_baselines, slice_tables, whole_metrics, without_bounds
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.mlflow.model_record import example_row
-from trainer_lib.trackers.names import flatten_params, is_measurement, with_intervals
+from trainer_lib.trackers.names import (
+    compare_with_baselines,
+    flatten_params,
+    is_measurement,
+    slice_tables,
+    whole_metrics,
+    with_intervals,
+    without_bounds,
+)
 
 _CURVE_ROWS = 12
 _LITERAL_VALUES = 8  # of an array that is written out

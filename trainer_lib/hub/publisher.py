@@ -36,7 +36,7 @@ from trainer_lib.hub.base import Content, Source
 from trainer_lib.hub.card import Card, parse_card_head, render_card, tidy_metrics
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.transport import SCHEME
-from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, read_commit

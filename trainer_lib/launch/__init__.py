@@ -14,8 +14,7 @@ if TYPE_CHECKING:
     from trainer_lib.launch.nodes import follow
     from trainer_lib.launch.notebook import notebook_launcher
     from trainer_lib.launch.pool import launch_workers
-    from trainer_lib.launch.settings.config import LaunchConfig, from_settings, resolve_config
-    from trainer_lib.launch.settings.refusal import require_torch
+    from trainer_lib.launch.settings.config import LaunchConfig, from_settings, require_torch, resolve_config
 
 _NAMES = {
     "LaunchConfig": "settings.config",
@@ -24,7 +23,7 @@ _NAMES = {
     "launch": "base",
     "launch_workers": "pool",
     "notebook_launcher": "notebook",
-    "require_torch": "settings.refusal",
+    "require_torch": "settings.config",
     "resolve_config": "settings.config",
 }
 

@@ -29,13 +29,12 @@ from typing import Any, TypeVar
 
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
-from trainer_lib.launch import engine_files, nodes, warm
+from trainer_lib.launch import nodes, warm
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.run_dir import ENGINE_END_S, RunDir, engine_command, write_engine_files
 from trainer_lib.launch.settings import accelerate
-from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, resolve_config
+from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, require_torch, resolve_config
 from trainer_lib.launch.settings.gpu_selection import name_devices, selection_variables
-from trainer_lib.launch.settings.refusal import require_torch
 from trainer_lib.launch.settings.variables import engine_environment, free_port, single_process, worker_environment
 from trainer_lib.launch.supervise import Listener, Supervisor, start_guard
 from trainer_lib.locks.tickets import POLL_S, Place, Queue, Ticket
@@ -303,9 +302,9 @@ def _supervise(
     if config.engine is None:
         grace_s, timeout_s = config.grace_s, config.timeout_s
     else:
-        engine_files.write(run_dir, config, env)
+        write_engine_files(run_dir, config, env)
         # The leading machine watches its workers; ending a job takes longer than ending a process.
-        grace_s, timeout_s = config.grace_s + engine_files.END_S, None
+        grace_s, timeout_s = config.grace_s + ENGINE_END_S, None
 
     def start() -> subprocess.Popen[bytes]:
         begun = None if worker is None else worker.begin(environment, held)
@@ -322,7 +321,7 @@ def _supervise(
 def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
     processes, path = int(config.processes), run_dir.path
     if config.engine is not None:
-        return engine_files.build_command(path)
+        return engine_command(path)
     if config.several_nodes:
         check_rendezvous(config)
         nodes.write_settings(run_dir, config)

@@ -27,8 +27,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError, StorageError, from_exception
 from trainer_lib.launch.base import launch
-from trainer_lib.launch.settings.config import LaunchConfig, from_settings
-from trainer_lib.launch.settings.refusal import unshared
+from trainer_lib.launch.settings.config import LaunchConfig, from_settings, unshared
 from trainer_lib.locks.shared_parts import CLAIMS, Heartbeat
 from trainer_lib.protocol.requests import Request, read_request
 from trainer_lib.storage import Store

@@ -19,16 +19,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import os
 import shutil
 import signal
 import stat
+import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -36,6 +38,7 @@ from typing import Any
 from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageFullError, is_full_disk
 from trainer_lib.guard import Process, is_alive, send_signal, start_time
+from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
@@ -44,6 +47,9 @@ _PLACE = "place"
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 WARM_SOCKET = "TRAINFLOW_WARM_SOCKET"  # the descriptor at which a worker waits for its launch (`launch.warm`)
+ENGINE_END_S = 30.0
+"""Seconds that an engine has to end what it has placed, beyond those that workers have to save."""
+_ENGINE_SETTINGS = "engine.json"
 
 
 class RunDir:
@@ -345,3 +351,31 @@ def _sweep_one(path: Path, digest: str, grace_s: float, should_cancel: Callable[
     half_made = owner is None and time.time() - path.stat().st_mtime < HALF_MADE_S
     if not half_made and not leftover.find_processes():
         leftover.remove()
+
+
+def engine_command(run_dir: Path) -> list[str]:
+    """Return the command line of the process that has the engine place the work.
+
+    It leaves in the folder what a launcher on this machine leaves, so whatever ends a launch ends an engine's as well.
+    """
+    return [sys.executable, "-P", "-u", "-m", "trainer_lib.engines.driver", str(run_dir)]
+
+
+def write_engine_files(run_dir: RunDir, config: LaunchConfig, env: Mapping[str, str]) -> None:
+    """Write the settings, and the names of the variables that the workers need. Their values may be secrets."""
+    names = sorted({*config.env, *env})
+    settings = {"config": dataclasses.asdict(config), "variables": names, "shared": run_dir.is_shared}
+    run_dir.write_json(_ENGINE_SETTINGS, settings)
+
+
+def read_engine_files(run_dir: RunDir) -> tuple[LaunchConfig, dict[str, Any], list[str], bool]:
+    """Read the settings, the request, the names of the variables, and whether others work on the same output."""
+    settings, request = run_dir.read_json(_ENGINE_SETTINGS), run_dir.read_json("request.json")
+    if settings is None or request is None:
+        raise ConfigError(
+            "The folder does not hold a launch of an engine.",
+            field="run dir",
+            value=str(run_dir.path),
+            remedy="Start through trainflow.",
+        )
+    return from_settings(settings["config"]), request, settings["variables"], settings["shared"]

@@ -37,7 +37,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import LeaseLostError, StorageError, StorageGoneError, TrainflowError
 from trainer_lib.guard import Process, is_gone, start_time
 from trainer_lib.storage import Store
-from trainer_lib.storage.translation import gone
+from trainer_lib.storage.outages import gone
 
 __all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
 

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.user_folders import state_folder
+from trainer_lib.base.paths import state_folder
 from trainer_lib.errors import Interrupted
 from trainer_lib.guard import OWNER, is_stopped, start_time
 from trainer_lib.locks.file_lock import try_lock

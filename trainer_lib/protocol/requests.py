@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from typing_extensions import override
 
 from trainer_lib.base.metric_names import Benchmark, MetricCall
-from trainer_lib.base.path_options import PathOptions
+from trainer_lib.base.paths import PathOptions
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import StorageError
-from trainer_lib.storage.translation import FolderGoneError
+from trainer_lib.storage.outages import FolderGoneError
 from trainer_lib.storage.urls import FileInfo
 
 T = TypeVar("T")

@@ -22,8 +22,8 @@ from trainer_lib.errors import (
     TrainflowError,
 )
 from trainer_lib.storage.local import LocalBackend, pinned
+from trainer_lib.storage.outages import absent, is_of_a_store, typed_error
 from trainer_lib.storage.ranges import read_up_to, scatter
-from trainer_lib.storage.translation import absent, is_of_a_store, typed_error
 from trainer_lib.storage.urls import HUB, FileEntry, FileInfo, checked, split_url
 
 if TYPE_CHECKING:
@@ -144,8 +144,7 @@ class Store:
             # A local store's URL is its plain path.
             return cls(path, LocalBackend(Path(path)))
         # asyncio comes with these: 30 ms, which a command on a local disk does without.
-        from trainer_lib.storage.hub_files import HubBackend
-        from trainer_lib.storage.remote import RemoteBackend
+        from trainer_lib.storage.remote import HubBackend, RemoteBackend
         from trainer_lib.storage.s3 import S3Backend
 
         kinds: dict[str, type[RemoteBackend]] = {"s3": S3Backend, "s3a": S3Backend, HUB: HubBackend}

@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
 

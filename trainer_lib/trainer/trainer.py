@@ -14,8 +14,7 @@ import torch
 from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.arguments.foreign import launched
-from trainer_lib.arguments.foreign.foreign_arguments import adopt_arguments
+from trainer_lib.arguments.foreign_arguments import adopt_arguments, apply_launcher
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.base.outputs import BestRun, TrainOutput
 from trainer_lib.callbacks.base import TrainerCallback
@@ -121,7 +120,7 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
         Called when the Trainer is built, and by a search for every trial.
         """
         # A copy where the launcher sets anything: the user's own arguments stay as they are.
-        args = launched.apply_launcher(args)
+        args = apply_launcher(args)
         trainer_checks.refuse_unserved(args, self._trainflow_arguments_class)
         self.args = args = resolve_arguments(args)
         internals = self._trainflow

@@ -271,7 +271,7 @@ def execute(
     """
     from trainer_lib.launch import require_torch
     from trainer_lib.storage import Store
-    from trainflow.flows.cached_run import result_if_unchanged
+    from trainflow.flows.run_stages import result_if_unchanged
 
     # Before an engine starts, which takes seconds.
     require_torch()

@@ -24,9 +24,8 @@ from trainflow.flows.cli.signals import stoppable, until_stopped
 from trainflow.flows.server.schedule import Schedule, read_interval
 
 if TYPE_CHECKING:
-    from trainflow.flows.follow.following import Followed
-    from trainflow.tasks.follow.evaluations import Evaluation
-    from trainflow.tasks.follow.follower import Listener
+    from trainflow.flows.following import Followed
+    from trainflow.tasks.follow import Evaluation, Listener
 
 
 @command("""
@@ -212,7 +211,7 @@ def follow(
     Several may share the work. After an interruption or a kill the same command continues, and none is evaluated twice.
     """
     every_s = read_interval(every, option="--every", least_s=0.1) or 0.0
-    from trainflow.flows.follow.following import follow_training
+    from trainflow.flows.following import follow_training
     from trainflow.tasks.keys.resolver import Resolver
 
     out = form.console()
@@ -236,7 +235,7 @@ def mix(
 
     Weights that are not named stay. The change is kept with the training's checkpoints and in the lineage.
     """
-    from trainflow.flows.follow.following import change_mixture
+    from trainflow.flows.following import change_mixture
     from trainflow.tasks.keys.resolver import Resolver
 
     pairs = [text.partition("=") for text in weight or []]
@@ -255,7 +254,7 @@ def mix(
 def _listener(out: Console) -> Listener:
     """Shows what a follower reports; the warnings that the workers of every checkpoint print, once."""
     from trainer_lib.base.durations import describe_seconds
-    from trainflow.tasks.follow.follower import Listener
+    from trainflow.tasks.follow import Listener
     from trainflow.tasks.stage.progress import measured
 
     lines: set[str] = set()
@@ -273,7 +272,7 @@ def _listener(out: Console) -> Listener:
 
 
 def _summary(done: Followed) -> list[Text]:
-    from trainflow.flows.follow.following import describe_number
+    from trainflow.flows.following import describe_number
 
     if done.run_id is None:
         return [Text(f"{done.sentence} Nothing is evaluated.")]

@@ -10,9 +10,8 @@ import pytest
 
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
-from trainer_lib.arguments import TrainingArguments
+from trainer_lib.arguments import TrainingArguments, foreign_arguments
 from trainer_lib.arguments.environment import ALONE, Ranks, find_machines, first_host, ranks, tasks_per_node
-from trainer_lib.arguments.foreign import launched
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError
 
@@ -133,9 +132,9 @@ DEEPSPEED = {
 def adopted(environ: dict[str, str], **given: Any) -> TrainingArguments:
     args = TrainingArguments("out", **given)
     before = args.to_dict()
-    first = launched.apply_launcher(args, environ)
+    first = foreign_arguments.apply_launcher(args, environ)
     assert args.to_dict() == before  # the user's own stay as they are
-    second = launched.apply_launcher(first, environ)  # a Trainer with the arguments of another one
+    second = foreign_arguments.apply_launcher(first, environ)  # a Trainer with the arguments of another one
     assert second.to_dict() == first.to_dict()
     return second
 
@@ -289,7 +288,9 @@ def test_a_trainer_takes_up_what_its_launcher_says(tmp_path: Path, monkeypatch: 
 
 
 def test_a_spec_is_merged_before_anything_starts() -> None:
-    merged = launched.merge({"learning_rate": "1e-3"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, prefix="train.args")
+    merged = foreign_arguments.merge(
+        {"learning_rate": "1e-3"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, prefix="train.args"
+    )
     assert merged == {"learning_rate": "1e-3", "bf16": True}
     with pytest.raises(ConfigError, match=r"train\.args\.max_grad_norm = 3\.0"):
-        launched.merge({"max_grad_norm": "3"}, {"ACCELERATE_GRADIENT_CLIPPING": "0.7"}, prefix="train.args")
+        foreign_arguments.merge({"max_grad_norm": "3"}, {"ACCELERATE_GRADIENT_CLIPPING": "0.7"}, prefix="train.args")

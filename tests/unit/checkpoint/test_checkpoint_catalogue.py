@@ -19,10 +19,10 @@ from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.locks import readers
+from trainer_lib.locks import removal
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
-from trainer_lib.locks.readers import (
+from trainer_lib.locks.removal import (
     KEEP,
     end_keeping,
     is_kept,
@@ -180,7 +180,7 @@ def test_several_may_read_at_once_and_cost_no_newer_one(folder: Store, root: Sto
         save_untrained(root, step)
     with protect_from_removal(folder):
         with protect_from_removal(folder):
-            assert len(readers.list_readers(folder)) == 2
+            assert len(removal.list_readers(folder)) == 2
         assert not withdraw_if_unread(folder)
         assert rotate_checkpoints(root, keep=3, protect=()) == []
         assert steps(root) == [4, 3, 2, 1]
@@ -194,14 +194,14 @@ def test_several_may_read_at_once_and_cost_no_newer_one(folder: Store, root: Sto
 )
 def test_a_mark_from_another_machine_counts_for_an_hour(minutes: int | None, counts: bool, folder: Store) -> None:
     since = "yesterday" if minutes is None else (datetime.now(UTC) + timedelta(minutes=minutes)).isoformat()
-    mark = replace(Holder.this_process(readers.TTL_S), machine="elsewhere", since=since)
+    mark = replace(Holder.this_process(removal.TTL_S), machine="elsewhere", since=since)
     folder.write_bytes("READING-1.json", mark.to_bytes())
     folder.write_bytes("READING-2.json", b"torn")
     assert withdraw_if_unread(folder) is not counts
 
 
 def test_a_long_reader_renews_its_mark(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readers, "RENEW_S", 0.02)
+    monkeypatch.setattr(removal, "RENEW_S", 0.02)
     names: set[str] = set()
     enough = threading.Event()
     with protect_from_removal(folder):

@@ -297,7 +297,7 @@ def test_what_reading_up_to_the_position_takes_is_told_after_the_first_batches(
     kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = itertools.count(0.0, 0.2)
-    monkeypatch.setattr("trainer_lib.data.loading.skipping.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr("trainer_lib.data.loading.iterable.time.perf_counter", lambda: next(clock))
     loader: Any = iterable(Stream(ROWS)) if kind == "stream" else foreign(DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
     with caplog.at_level(logging.INFO, logger="trainer_lib"):
         next(loader.micros(0, 5))

@@ -13,7 +13,7 @@ import pytest
 from tests.support.recorded import collect, commit_stage, committed, folders, nightly, record_run
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
-from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, write_commit
 from trainer_lib.trackers.mlflow import mlflow_client, mlflow_registry

@@ -26,8 +26,7 @@ from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.cli.commands import planning
 from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.results import PipelineResult, StageOutcome
-from trainflow.flows.records.training_history import read_training_history
+from trainflow.flows.records.results import PipelineResult, StageOutcome, read_training_history
 from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking

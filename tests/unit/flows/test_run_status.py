@@ -21,11 +21,11 @@ from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
+from trainflow.flows import following
+from trainflow.flows import following as module
 from trainflow.flows.cli import options
 from trainflow.flows.cli.main import main
-from trainflow.flows.follow import following
-from trainflow.flows.follow import following as module
-from trainflow.flows.follow.following import Training, Watch
+from trainflow.flows.following import Training, Watch
 from trainflow.flows.records.past_runs import read_run
 from trainflow.flows.runs import heartbeat
 from trainflow.flows.runs.heartbeat import PAUSE_S

@@ -16,8 +16,7 @@ from trainer_lib.launch import LaunchConfig, base, from_settings, resolve_config
 from trainer_lib.launch.pool import apart
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings import gpu_selection
-from trainer_lib.launch.settings.config import check_rendezvous
-from trainer_lib.launch.settings.refusal import check_installed, require_torch
+from trainer_lib.launch.settings.config import check_installed, check_rendezvous, require_torch
 from trainer_lib.launch.settings.variables import worker_environment
 
 

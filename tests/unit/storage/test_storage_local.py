@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from tests.support.machine import free_port
 from tests.support.stores import record_fsync
-from trainer_lib.base.path_options import absolute_path
+from trainer_lib.base.paths import absolute_path
 from trainer_lib.errors import (
     ConfigError,
     StorageError,
@@ -31,8 +31,7 @@ from trainer_lib.errors import (
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import Store, relative_problem
 from trainer_lib.storage.local import make_folders
-from trainer_lib.storage.outages import describe_outage
-from trainer_lib.storage.translation import typed_error
+from trainer_lib.storage.outages import describe_outage, typed_error
 from trainer_lib.trackers.jsonl import LineFile
 from trainer_lib.trackers.mlflow import mlflow_client
 from trainer_lib.trackers.spool import Session

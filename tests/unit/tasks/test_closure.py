@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trainer_lib.base.path_options import PathOptions
+from trainer_lib.base.paths import PathOptions
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import ABOUT, FOLDER
 from trainflow.flows.planning.plan import Plan

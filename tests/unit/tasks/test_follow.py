@@ -13,11 +13,10 @@ from tests.support.checkpoints import save_untrained, steps
 from tests.support.following import LOSSES, FollowedStage, measure
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, InfrastructureError, OutOfMemoryError
-from trainer_lib.locks.readers import keep_checkpoint, list_readers, withdraw_if_unread
+from trainer_lib.locks.removal import keep_checkpoint, list_readers, withdraw_if_unread
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest
 from trainflow.tasks.configs import TrainConfig
-from trainflow.tasks.follow.evaluations import Evaluation, Evaluations, Standard, keep_best
-from trainflow.tasks.follow.follower import check_settings
+from trainflow.tasks.follow import Evaluation, Evaluations, Standard, check_settings, keep_best
 
 
 @pytest.fixture

@@ -24,11 +24,10 @@ from trainer_lib.trackers.mlflow.model_record import Flavor
 from trainflow.tasks import evaluate
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.model.model_flavor import describe_flavor
-from trainflow.tasks.prefect import run_link
-from trainflow.tasks.prefect.prefect_client import _tls_context, quick_client
+from trainflow.tasks.model.logged_models import describe_flavor
+from trainflow.tasks.prefect import prefect_client
+from trainflow.tasks.prefect.prefect_client import RunLink, _tls_context, quick_client, wait_for_drawings
 from trainflow.tasks.prefect.prefect_internals import settings_for_every_thread, without_retries
-from trainflow.tasks.prefect.run_link import RunLink, wait_for_drawings
 from trainflow.tasks.stage import worker
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
@@ -88,8 +87,8 @@ def test_what_is_drawn_during_the_last_exchange_is_shown(monkeypatch: pytest.Mon
         closed.wait(10)
 
     monkeypatch.setattr(RunLink, "_draw", draw)
-    monkeypatch.setattr(run_link, "FIRST_S", 0.0)
-    monkeypatch.setattr(run_link, "quick_client", lambda: contextlib.nullcontext(never_cancelled))
+    monkeypatch.setattr(prefect_client, "FIRST_S", 0.0)
+    monkeypatch.setattr(prefect_client, "quick_client", lambda: contextlib.nullcontext(never_cancelled))
     link = RunLink("predict", uuid.uuid4(), uuid.uuid4())
     link.draw(2.2, "step 1/45")
     assert drawing.wait(10)

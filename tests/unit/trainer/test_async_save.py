@@ -29,7 +29,7 @@ from tests.support.training import (
 )
 from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
-from trainer_lib.checkpoint.staging import HostCopy
+from trainer_lib.checkpoint.snapshot import HostCopy
 from trainer_lib.errors import OutOfMemoryError, StorageError, StorageFullError
 from trainer_lib.storage import Store
 

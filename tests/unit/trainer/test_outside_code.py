@@ -23,7 +23,7 @@ from tests.support.toys import Classifier, TokenModel, classification_rows, toke
 from tests.support.training import assert_equal, final_state, note_heads, trained, trainer
 from trainer_lib import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.foreign.foreign_arguments import OURS_ALONE, adopt_arguments
+from trainer_lib.arguments.foreign_arguments import OURS_ALONE, adopt_arguments
 from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(32)

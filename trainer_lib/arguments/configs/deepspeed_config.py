@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.arguments import io
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings, micro_batch_size, total_batch_size
 from trainer_lib.arguments.fields import field_map
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 

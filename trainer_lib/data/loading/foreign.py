@@ -18,8 +18,8 @@ from trainer_lib.data.loading.generators import (
     seed_generators,
 )
 from trainer_lib.data.loading.items import count_samples
+from trainer_lib.data.loading.iterable import Skip
 from trainer_lib.data.loading.loader import Micro, has_length, refuse_change
-from trainer_lib.data.loading.skipping import Skip
 
 _LOADER = "The DataLoader has no state to restore"
 

@@ -1,7 +1,7 @@
 """`accelerate launch`: its configuration file and its command line. The package is executed, never imported here.
 
 The file's settings of arguments (mixed precision, FSDP, DeepSpeed …) are translated through the variables that
-`accelerate launch` would set (`trainer_lib.arguments.foreign.launched`), so that a spec has them before it starts. The
+`accelerate launch` would set (`trainer_lib.arguments.foreign_arguments`), so that a spec has them before it starts. The
 file's settings of processes and machines become launch settings.
 """
 
@@ -13,9 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.arguments import io
+from trainer_lib.arguments import foreign_arguments, io
 from trainer_lib.arguments.coerce import coerce
-from trainer_lib.arguments.foreign import launched
 from trainer_lib.errors import ConfigError
 
 _FIELD = "train.launch.config_file"
@@ -54,7 +53,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 def merge_arguments(args: Mapping[str, Any], path: str) -> dict[str, Any]:
     """Return the arguments with those that the file sets. Raises ConfigError, which names both, where they differ."""
-    return launched.merge(args, argument_variables(read_config(path)), prefix="train.args")
+    return foreign_arguments.merge(args, argument_variables(read_config(path)), prefix="train.args")
 
 
 def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
@@ -77,7 +76,7 @@ def argument_variables(config: Mapping[str, Any]) -> dict[str, str]:
     if sizes := config.get("parallelism_config"):
         found["ACCELERATE_USE_PARALLELISM_CONFIG"] = "true"
         found |= {key.upper(): value for key, value in sizes.items() if key.endswith("_size")}
-    if config.get("megatron_lm_config"):  # which `launched` refuses by this variable
+    if config.get("megatron_lm_config"):  # which `foreign_arguments` refuses by this variable
         found["ACCELERATE_USE_MEGATRON_LM"] = "true"
     return {name: _text(value) for name, value in found.items() if value is not None}
 

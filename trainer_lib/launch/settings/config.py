@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from trainer_lib.base.suggestions import counted
+from trainer_lib.arguments import environment
+from trainer_lib.base.suggestions import counted, suggestion
+from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch.settings.gpu_selection import check_selection, num_cores, num_devices, selection_variables
-from trainer_lib.launch.settings.refusal import check_installed, refused
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -18,6 +22,28 @@ _LEAST = {
     **dict.fromkeys(("processes", "threads", "per_device"), 1),
     **dict.fromkeys(("max_restarts", "grace_s", "timeout_s", "join_timeout_s"), 0),
 }
+# What the engine decides, or what holds for one machine only.
+_DECIDED = ("node_rank", "rendezvous", "devices", "device_order", "per_device", "config_file")
+_PROGRAMS = ("sbatch", "squeue", "scancel")
+# What we pass to sbatch ourselves, and where it is set instead.
+_OURS = {
+    **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "nodes and processes of the launch"),
+    **dict.fromkeys(("job-name", "output", "error", "open-mode", "parsable", "wrap", "array", "wait"), "nothing"),
+    **dict.fromkeys(("signal", "input", "export", "chdir", "test-only"), "grace_s, env and the spec"),
+}
+# The others that sbatch takes.
+_SBATCH = (
+    *("account", "acctg-freq", "begin", "clusters", "comment", "constraint", "contiguous", "core-spec"),
+    *("cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline", "delay-boot", "dependency"),
+    *("distribution", "exclude", "exclusive", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus"),
+    *("gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint", "hold", "licenses"),
+    *("mail-type", "mail-user", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice"),
+    *("no-requeue", "nodefile", "nodelist", "oversubscribe", "partition", "power", "prefer", "priority", "profile"),
+    *("qos", "requeue", "reservation", "sockets-per-node", "spread-job", "switches", "thread-spec"),
+    *("threads-per-core", "time", "time-min", "tmp", "tres-per-task", "uid", "use-min-nodes", "wckey", "container"),
+)
+_RESOURCE = re.compile(r"[A-Za-z_][\w:.-]*")
+_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
 
 def _option(default: Any, description: str, **bounds: float) -> Any:
@@ -165,9 +191,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     check_installed(config.kind)
     _check_environment(config)
     if config.engine is not None or config.address is not None or config.engine_options:
-        from trainer_lib.launch.settings import engine_settings
-
-        engine_settings.check(config, get_args(Engine))
+        _check_engine(config)
     # The machines of an engine resolve the rest for themselves.
     if config.engine is not None:
         return _as_checked(replace(config, processes=1 if config.is_one_process else config.processes), use_cpu)
@@ -176,9 +200,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.kind == "accelerate":
         config = _with_accelerate_file(config)
     if config.kind == "environment":
-        from trainer_lib.launch.settings import scheduled
-
-        config = scheduled.with_environment(config, use_cpu=use_cpu)
+        config = _with_environment(config, use_cpu=use_cpu)
     _check_nodes(config)
     config = replace(config, processes=_processes(config, use_cpu=use_cpu))
     if config.kind == "auto":
@@ -342,3 +364,184 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
             f"Use at most {num_cores()}.",
         )
     return config.processes
+
+
+def _with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
+    """Take the place of this machine or process that a scheduler assigned; raise ConfigError when there is none."""
+    found = environment.ranks()
+    # A PyTorchJob sets RANK as well, which numbers its pods, however many processes they have.
+    machines = environment.find_machines()
+    if machines is not None and (found is environment.ALONE or machines.source == "PET_NNODES"):
+        return _with_machines(config, machines, use_cpu=use_cpu)
+    # One process of one is a job too; no variable at all means that machines would train alone.
+    if found is environment.ALONE and not environment.is_whole_job():
+        looked = ", ".join(environment.LOOKED_FOR)
+        raise refused(
+            "kind",
+            config.kind,
+            f"No scheduler described a job to this process: none of {looked} is set.",
+            "Start the command through the scheduler (Slurm: srun, also in a batch script), write nodes, node_rank and "
+            "rendezvous, or set kind=auto for this machine alone.",
+        )
+    return _with_ranks(config, found)
+
+
+def _with_machines(config: LaunchConfig, found: environment.Machines, *, use_cpu: bool) -> LaunchConfig:
+    """Take the machines that Kubeflow, SkyPilot or dstack started: they start their own processes."""
+    if found.is_exact and config.processes not in ("auto", found.processes):
+        raise refused(
+            "processes",
+            config.processes,
+            f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE).",
+            "Leave it out, or make them equal.",
+        )
+    # A number of GPUs is what machines have, of which fewer may be used, or none.
+    if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
+        config = replace(config, processes=found.processes)
+    if found.most == 1:
+        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
+    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
+    return replace(config, kind="torchrun", nodes=found.nodes, node_rank=found.node_rank, rendezvous=rendezvous)
+
+
+def _with_ranks(config: LaunchConfig, found: environment.Ranks) -> LaunchConfig:
+    """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: the processes that they started are nodes."""
+    if found.world_size == 1:
+        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
+    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
+    local = {}
+    if found.local_world_size > 1:
+        if config.processes not in ("auto", 1):
+            raise refused(
+                "processes",
+                config.processes,
+                f"Each of this machine's {found.local_world_size} tasks is one process ({found.source}).",
+                "Leave it out, or start one task per machine.",
+            )
+        config = replace(config, processes=1)
+        local = {"TRAINFLOW_LOCAL_RANK": f"{found.local_rank}/{found.local_world_size}"}
+    return replace(
+        config,
+        kind="torchrun",
+        nodes=found.world_size,
+        node_rank=found.rank,
+        rendezvous=rendezvous,
+        env={**config.env, **local},
+    )
+
+
+def _check_engine(config: LaunchConfig) -> None:
+    """Check the settings of an engine. Its package is not imported: whether it is installed can be seen from here.
+
+    Raises:
+        ConfigError: an unknown engine, one that is not installed here, settings that do not belong to it.
+    """
+    known = get_args(Engine)
+    if config.engine is None:
+        name = "address" if config.address is not None else "engine_options"
+        raise refused(
+            name, getattr(config, name), "Only an engine reads this setting.", f"Set engine ({', '.join(known)})."
+        )
+    if config.engine not in known:
+        raise refused("engine", config.engine, "This is not an engine.", f"Choose one of {', '.join(known)}.")
+    if config.kind not in ("auto", "torchrun", "process"):
+        raise refused("kind", config.kind, "An engine starts the processes of each machine itself.", "Remove it.")
+    for name in _DECIDED:
+        if getattr(config, name) is not None:
+            raise refused(
+                name, getattr(config, name), f"The engine {config.engine} decides this on the cluster.", "Remove it."
+            )
+    if config.processes == "auto" and not config.is_one_process:
+        raise refused(
+            "processes",
+            "auto",
+            "The devices of the cluster's machines cannot be seen from here, and the global batch depends on them.",
+            "Give the number of processes of each machine.",
+        )
+    if config.is_one_process and config.several_nodes:
+        raise refused("nodes", config.nodes, "The launcher 'process' runs one process.", "Set kind=auto.")
+    if config.engine == "ray":
+        _check_ray(config)
+    else:
+        _check_slurm(config)
+
+
+def _check_ray(config: LaunchConfig) -> None:
+    if importlib.util.find_spec("ray") is None:  # finds it without importing it
+        raise MissingExtraError(
+            "This engine belongs to the package ray, which is not installed.",
+            extra="ray",
+            field="train.launch.engine",
+            value="ray",
+        )
+    if config.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", config.address):
+        raise refused(
+            "address",
+            config.address,
+            "This is not the address of a Ray cluster.",
+            "Give host:port of its head, and run the command on a machine of the cluster; ray:// is not served.",
+        )
+    for name, value in config.engine_options.items():
+        if not _RESOURCE.fullmatch(name) or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
+            raise refused(
+                f"engine_options.{name}",
+                value,
+                "This is not an amount of a resource.",
+                "Give a number from 0 on for cpus, gpus, memory (bytes) or a custom resource of the cluster.",
+            )
+
+
+def _check_slurm(config: LaunchConfig) -> None:
+    for program in _PROGRAMS:
+        if shutil.which(program) is None:
+            raise refused(
+                "engine",
+                "slurm",
+                f"Slurm's program {program} is not on this machine's PATH.",
+                "Run the command where jobs are submitted, on a login node of the cluster.",
+            )
+    if config.address is not None:
+        raise refused(
+            "address", config.address, "Slurm's programs know their cluster.", "Remove it (engine_options.clusters)."
+        )
+    for name, value in config.engine_options.items():
+        field = f"engine_options.{name}"
+        if name in _OURS:
+            instead = _OURS[name]
+            remedy = "Remove it." if instead == "nothing" else f"Remove it; see {instead}."
+            raise refused(field, value, "trainflow passes this option to sbatch itself.", remedy)
+        if name not in (*_SBATCH, "folder"):
+            raise refused(field, value, "sbatch has no such option.", suggestion(name, [*_SBATCH, "folder"]))
+
+
+def refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
+    """Return the error for a setting, named as in the spec's train section."""
+    return ConfigError(message, field=f"train.launch.{name}", value=value, remedy=remedy)
+
+
+def unshared(host: str, url: str) -> ConfigError:
+    """Return the error of a machine of a cluster that does not see the job's folder."""
+    return ConfigError(
+        f"The machine {host} does not see this folder as this machine does.",
+        field="storage",
+        value=url,
+        remedy="Use a store, or a folder, that all machines of the cluster share.",
+    )
+
+
+def require_torch() -> None:
+    """Raises MissingExtraError where torch is not installed: no worker could start."""
+    if importlib.util.find_spec("torch") is None:
+        raise MissingExtraError("torch is not installed here, and the workers of every stage need it.", extra="torch")
+
+
+def check_installed(kind: str) -> None:
+    """Raises MissingExtraError where the package that brings this launcher is not installed."""
+    package = _LAUNCHERS.get(kind)
+    if package is not None and importlib.util.find_spec(package) is None:
+        raise MissingExtraError(
+            f"This launcher belongs to the package {package}, which is not installed.",
+            extra="deepspeed" if package == "deepspeed" else "torch",
+            field="train.launch.kind",
+            value=kind,
+        )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trainer_lib.base.path_options import absolute_path, is_path
+from trainer_lib.base.paths import absolute_path, is_path
 from trainer_lib.data.rows.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, StorageError, first_line
 from trainer_lib.recipes.tables.table_files import SOURCES, Reader, Table, Values, naming_sources, read_table

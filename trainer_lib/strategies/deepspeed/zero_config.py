@@ -18,7 +18,7 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, micro_batch_size
 from trainer_lib.arguments.configs.deepspeed_config import AUTO, ZeroPlan, adopt
-from trainer_lib.base.path_options import expand_home
+from trainer_lib.base.paths import expand_home
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _log = logging.getLogger(__name__)

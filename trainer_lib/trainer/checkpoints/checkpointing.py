@@ -33,7 +33,7 @@ from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import WriteFiles, save_checkpoint
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
-from trainer_lib.locks.readers import is_kept, withdraw_if_unread
+from trainer_lib.locks.removal import is_kept, withdraw_if_unread
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, withdraw_folder

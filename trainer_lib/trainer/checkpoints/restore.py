@@ -24,7 +24,7 @@ from trainer_lib.data.loading.order import derive
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
-from trainer_lib.locks.readers import protect_from_removal
+from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT

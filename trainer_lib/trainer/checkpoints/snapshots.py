@@ -20,8 +20,7 @@ from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.sharded import digest_copies
-from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
-from trainer_lib.checkpoint.staging import bytes_to_copy
+from trainer_lib.checkpoint.snapshot import Snapshot, bytes_to_copy, shard_snapshot
 from trainer_lib.checkpoint.values import from_json, to_json
 from trainer_lib.distributed.sharding import local_part
 from trainer_lib.errors import ConfigError, DamagedError

@@ -1,4 +1,4 @@
-"""Options of a recipe that are paths: relative ones start from the spec's folder, wherever a worker runs."""
+"""Paths in the options of a recipe, relative ones from the spec's folder; folders of this user on this machine."""
 
 from __future__ import annotations
 
@@ -71,3 +71,29 @@ def _map(value: Any, declared: Any, convert: Callable[[str], Any]) -> Any:
         return map_paths(value, declared, convert)
     ending = declared if isinstance(declared, str) else ""
     return convert(value) if is_whole and is_path(value) and value.endswith(ending) else value
+
+
+def state_folder(name: str) -> Path:
+    """The private folder `name` below ``~/.local/state/trainflow`` (or below XDG_STATE_HOME), made where it is missing.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    folder = state / "trainflow" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder
+
+
+def cache_folder(name: str) -> Path:
+    """The private folder `name` below ``~/.cache/trainflow`` (or below XDG_CACHE_HOME), made where it is missing.
+
+    What lies in it can be made again at any time.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "trainflow" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return folder

@@ -23,14 +23,12 @@ from trainflow.flows.runs.heartbeat import PAUSE_S
 from trainflow.flows.runs.run_status import RunStatus, read_status
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.tasks.follow.evaluations import Evaluation, Standard
-from trainflow.tasks.follow.follower import Follower, Job, Listener, RunPoints, check_settings
+from trainflow.tasks.follow import Evaluation, Follower, Job, Listener, RunPoints, Standard, check_settings
 from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up, stage_store
 from trainflow.tasks.tracking import mlflow_run as tracking
-from trainflow.tasks.tracking.mlflow_run import find_waiting
-from trainflow.tasks.tracking.run_handle import RunHandle
+from trainflow.tasks.tracking.mlflow_run import RunHandle, find_waiting
 
 # The training that `trainflow follow` follows: where it is, whether it goes on, and which MLflow run it has.
 #

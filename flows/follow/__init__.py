@@ -1,1 +1,0 @@
-"""Evaluation of checkpoints while they are made."""

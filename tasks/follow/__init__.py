@@ -1,1 +1,0 @@
-"""Evaluations of checkpoints beside their training: what was measured, where it is logged, which one is kept."""

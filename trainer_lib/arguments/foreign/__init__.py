@@ -1,1 +1,0 @@
-"""Arguments from other programs: the objects of transformers, and the variables of `accelerate launch`."""
