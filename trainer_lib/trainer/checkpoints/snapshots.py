@@ -132,7 +132,9 @@ class Snapshots:
     def _copies(self, snapshot: Snapshot, trained: Mapping[str, Tensor]) -> dict[str, int]:
         """Digests of what ranks hold alike: parameters, and their state unless the strategy divides it."""
         engine = self._internals.engine
-        params = {name: param for name, param in engine.named_parameters().items() if name in trained}
+        # Keras keeps seeds and running statistics, which differ by rank, in parameters that are not trained.
+        named = {name: param for name, param in engine.named_parameters().items() if param.requires_grad}
+        params = {name: param for name, param in named.items() if name in trained}
         optimizer = None if engine.strategy.places_model else snapshot.optimizer
         return digest_copies(params, {} if optimizer is None else optimizer.tensors)
 
