@@ -164,8 +164,6 @@ def _pairs(named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) ->
 
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """The optimizers in an optimizer's attributes, by attribute; not those that work on its state."""
-    if getattr(optimizer, "keeps_all_in_state", False):
-        return
     for name, value in vars(optimizer).items():
         several = (
             value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
@@ -177,8 +175,6 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, t
 
 def _beyond_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """An optimizer's values besides its state and groups: what its `state_dict` adds, or attributes."""
-    if getattr(optimizer, "keeps_all_in_state", False):
-        return {}
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         whole = optimizer.state_dict()
         return {"added": {key: value for key, value in whole.items() if key not in ("state", "param_groups")}}

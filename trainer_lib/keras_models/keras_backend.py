@@ -1,9 +1,4 @@
-"""Keras on torch: its first import, the names of a model's parameters, a Keras optimizer under torch's names.
-
-Keras owns the state of an optimizer: slots (momentum, velocity, …), the count of its steps, perhaps the learning rate.
-They are torch tensors that Keras changes in place, so `KerasOptimizer` refers to them: `state` has the slots of the
-parameters, and the only parameter group has everything else. A restored checkpoint is copied into them.
-"""
+"""Keras on torch: its first import, the names of a model's parameters, Keras' optimizers and writers under torch's."""
 
 from __future__ import annotations
 
@@ -13,6 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -23,9 +19,15 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 _VARIABLE = "KERAS_BACKEND"
-_NUMBERED = re.compile(r"(.*?)(?:_(\d+))?")
 _PARAMETERS = "_torch_params"  # under this name, Keras registers a layer's variables with torch
-_COUNTED = ("iteration", "learning_rate")
+
+#: What a Keras optimizer would do by itself, although the Trainer does it -> the remedy.
+_OWN_LOOPS = {
+    "inner_optimizer": "Give the optimizer inside it, and set fp16=True.",  # of a LossScaleOptimizer
+    "loss_scale_factor": "Remove it, and set fp16=True.",
+    "gradient_accumulation_steps": "Remove it, and set gradient_accumulation_steps in the arguments.",
+    "use_ema": "Remove it, and average the weights in a callback.",
+}
 
 
 def choose_torch() -> None:
@@ -50,13 +52,15 @@ def import_keras() -> Any:
         if chosen == "torch":
             raise MissingExtraError(f"Keras cannot be imported: {error}.", field="model", extra="keras") from error
     if chosen != "torch":
-        raise ConfigError(
-            "A TFTrainer trains Keras models that run on torch.",
-            field=_VARIABLE,
-            value=chosen,
-            remedy="Set KERAS_BACKEND=torch in the environment, or import TFTrainer before keras.",
-        )
+        remedy = "Set KERAS_BACKEND=torch in the environment, or import TFTrainer before keras."
+        raise refusal(_VARIABLE, "A TFTrainer trains Keras models that run on torch.", remedy, chosen)
     return keras
+
+
+def refusal(field: str, message: str, remedy: str, value: Any = None) -> ConfigError:
+    """The error for a setting, or for an object that is shown by the name of its class."""
+    shown = value if value is None or isinstance(value, str | int | float) else type(value).__name__
+    return ConfigError(message, field=field, value=shown, remedy=remedy)
 
 
 def is_keras_model(model: object) -> bool:
@@ -90,61 +94,29 @@ def register_parameters(model: Any) -> None:
 
 
 def _process_independent(model: Any) -> list[str]:
-    """The paths of the variables, with the numbers of generated names counted from 0."""
-    kinds = {_snake_case(type(layer).__name__) for layer in model._flatten_layers()} | {"seed_generator"}
-    paths = [[_split(part) for part in str(variable.path).split("/")] for variable in model.variables]
-    first: dict[str, int] = {}
-    for kind, number, _ in (part for path in paths for part in path):
-        if kind in kinds:
-            first[kind] = min(number, first.get(kind, number))
+    """The paths of the variables, in which generated names are numbered from 0 in the order of the variables."""
+    to_snake_case = import_keras().src.utils.naming.to_snake_case
+    kinds = {to_snake_case(type(layer).__name__) for layer in model._flatten_layers()} | {"seed_generator"}
+    generated: dict[str, dict[str, int]] = {kind: {} for kind in kinds}
 
-    def renamed(kind: str, number: int, text: str) -> str:
-        shifted = number - first.get(kind, number)
-        return text if kind not in first else f"{kind}_{shifted}" if shifted else kind
+    def renumber(name: str) -> str:
+        kind = re.sub(r"_\d+$", "", name)
+        if kind not in kinds:
+            return name
+        number = generated[kind].setdefault(name, len(generated[kind]))
+        return f"{kind}_{number}" if number else kind
 
-    return ["/".join(renamed(*part) for part in path) for path in paths]
-
-
-def _split(part: str) -> tuple[str, int, str]:
-    match = _NUMBERED.fullmatch(part)
-    return (part, 0, part) if match is None else (match[1], int(match[2] or 0), part)
-
-
-def _snake_case(name: str) -> str:
-    # Keras' own rule for the names that it generates.
-    name = re.sub(r"\W+", "", name)
-    name = re.sub("(.)([A-Z][a-z]+)", r"\1_\2", name)
-    return re.sub("([a-z])([A-Z])", r"\1_\2", name).lower()
+    return ["/".join(map(renumber, str(variable.path).split("/"))) for variable in model.variables]
 
 
 # -- the optimizer -----------------------------------------------------------------------------------------------------
 
 
-class _Live(dict[Any, Any]):
-    """A mapping whose tensors belong to Keras: setting one copies into it."""
-
-    @override
-    def __setitem__(self, key: Any, value: Any) -> None:
-        present = self.get(key)
-        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor) and present is not value:
-            with torch.no_grad():
-                present.copy_(value)
-        elif isinstance(present, _Live) and isinstance(value, dict):
-            for name in value.keys() & present.keys():
-                present[name] = value[name]
-        else:
-            super().__setitem__(key, value)
-
-    @override
-    def clear(self) -> None:
-        """Set the tensors to zero, and keep them."""
-        with torch.no_grad():
-            for part in self.values():
-                part.clear() if isinstance(part, _Live) else part.zero_()
-
-
 class KerasOptimizer(torch.optim.Optimizer):
     """A Keras optimizer over a model's trainable variables; attributes that torch has not are the Keras optimizer's.
+
+    Keras owns the state: slots (momentum, velocity, …), the count of the steps, perhaps the learning rate. Checkpoints
+    get it from `state_dict`, and a restored one is copied into Keras' tensors.
 
     Attributes:
         keras_optimizer: the Keras optimizer.
@@ -153,10 +125,10 @@ class KerasOptimizer(torch.optim.Optimizer):
         ConfigError: the optimizer accumulates, averages or scales by itself, or was built for another model.
     """
 
-    keeps_all_in_state = True
-
     def __init__(self, optimizer: Any, variables: Sequence[Any], device: torch.device) -> None:
-        _refuse_own_loops(optimizer)
+        for name, remedy in _OWN_LOOPS.items():
+            if getattr(optimizer, name, None):
+                raise refusal("optimizers", "The Keras optimizer does by itself what the Trainer does.", remedy, name)
         self.keras_optimizer = optimizer
         self._device = device
         self._variables = list(variables)
@@ -167,13 +139,10 @@ class KerasOptimizer(torch.optim.Optimizer):
             optimizer._check_variables_are_known(self._variables)
         except ValueError as error:
             message = "The Keras optimizer was built for the variables of another model."
-            raise _refusal(message, type(optimizer).__name__, "Make a new optimizer for this model.") from error
+            raise refusal("optimizers", message, "Make a new optimizer for this model.", optimizer) from error
         for variable in optimizer.variables:
             variable.value.data = variable.value.data.to(device)  # the user may have built it for another device
-        super().__init__([variable.value for variable in self._variables], {"lr": 0.0})
-        slots, others = _divide(optimizer, self._variables)
-        self.state: Any = _Live(slots)
-        self.param_groups[0] = _Live({**self.param_groups[0], **others, "lr": self.rate()})
+        super().__init__([variable.value for variable in self._variables], {"lr": self.rate()})
 
     def rate(self) -> torch.Tensor:
         """The learning rate of the next step ``[]``, as a copy."""
@@ -184,23 +153,37 @@ class KerasOptimizer(torch.optim.Optimizer):
     @override
     def step(self, closure: Any = None) -> Any:
         """Update the variables from their gradients. The group's "lr" is afterwards the rate of this step."""
-        rate = self.rate()
+        self.param_groups[0]["lr"] = self.rate()
         with torch.no_grad(), placed_on(self._device):
             self.keras_optimizer.apply([variable.value.grad for variable in self._variables], self._variables)
-        self.param_groups[0]["lr"] = rate
         return None
+
+    @property
+    def state(self) -> Any:
+        """The Keras optimizer's variables ``[...]`` under their numbers; changing the mapping has no effect."""
+        variables = self.keras_optimizer.variables
+        return {"keras": {str(number): variable.value.detach() for number, variable in enumerate(variables)}}
+
+    @state.setter
+    def state(self, value: Any) -> None:
+        """Do nothing: torch would set an empty state."""
 
     @override
     def state_dict(self) -> dict[str, Any]:
-        """Copies of the Keras optimizer's variables ``[...]``, in its order."""
-        return {"variables": [variable.value.detach().clone() for variable in self.keras_optimizer.variables]}
+        """The Keras optimizer's variables ``[...]``, in its order."""
+        return {"variables": list(self.state["keras"].values())}
 
     @override
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copy the variables ``[...]`` of `state_dict` in."""
+        """Copy the variables ``[...]`` of `state_dict` in. Raises ConfigError for those of another optimizer."""
+        present, saved = self.state_dict()["variables"], state_dict["variables"]
+        if [tensor.shape for tensor in present] != [tensor.shape for tensor in saved]:
+            message = "The checkpoint holds the state of another Keras optimizer."
+            remedy = "Resume with the optimizer that wrote the checkpoint, or load its weights only."
+            raise refusal("optimizers", message, remedy, self.keras_optimizer)
         with torch.no_grad():
-            for variable, value in zip(self.keras_optimizer.variables, state_dict["variables"], strict=True):
-                variable.value.copy_(value)
+            for tensor, value in zip(present, saved, strict=True):
+                tensor.copy_(value)
 
     def __getattr__(self, name: str) -> Any:
         # Called for names that are not found otherwise; before `__init__` has run there is nothing to ask.
@@ -246,35 +229,31 @@ def use_schedule(optimizer: Any, schedule: Any) -> None:
     if not isinstance(schedule, kind):
         message = "The schedule of a Keras optimizer must be a Keras schedule."
         remedy = "Give a keras.optimizers.schedules.LearningRateSchedule, or None."
-        raise _refusal(message, type(schedule).__name__, remedy)
+        raise refusal("optimizers", message, remedy, schedule)
     if isinstance(present, kind) and present is not schedule and present.get_config() != schedule.get_config():
         message = "The optimizer has another schedule than the given one."
         remedy = "Give the optimizer that schedule as its learning_rate, or give (optimizer, None)."
-        raise _refusal(message, type(schedule).__name__, remedy)
+        raise refusal("optimizers", message, remedy, schedule)
     if present is not schedule:
         optimizer.learning_rate = schedule
 
 
-def default_optimizer(args: TrainingArguments, schedule: Any, steps: int, variables: Any, decayed: set[int]) -> Any:
-    """Adam or, with weight decay, AdamW.
-
-    Args:
-        schedule: that it follows; None for a polynomial decay to 0 of power `poly_power` after the warm-up.
-        steps: optimizer steps of the training.
-        variables: the model's trainable variables.
-        decayed: ids of the tensors that decay.
-    """
+def polynomial_decay(args: TrainingArguments, steps: int) -> Any:
+    """A schedule of so many steps: the warm-up, then a polynomial decay to 0 of power `poly_power`."""
     keras, warmup = import_keras(), args.get_warmup_steps(steps)
-    if schedule is None:
-        power, decaying = getattr(args, "poly_power", 1.0), max(1, steps - warmup)
-        schedule = keras.optimizers.schedules.PolynomialDecay(args.learning_rate, decaying, 0.0, power)
-        schedule = _warm_up(keras, args.learning_rate, schedule, warmup) if warmup else schedule
+    power, decaying = getattr(args, "poly_power", 1.0), max(1, steps - warmup)
+    schedule = keras.optimizers.schedules.PolynomialDecay(args.learning_rate, decaying, 0.0, power)
+    return _warm_up(keras, args.learning_rate, schedule, warmup) if warmup else schedule
+
+
+def default_optimizer(args: TrainingArguments, rate: Any, variables: Any, whole: set[int]) -> Any:
+    """Adam or, with weight decay, AdamW; the tensors with the ids `whole` do not decay."""
+    optimizers = import_keras().optimizers
     adam = {"beta_1": args.adam_beta1, "beta_2": args.adam_beta2, "epsilon": args.adam_epsilon}
     if not args.weight_decay:
-        return keras.optimizers.Adam(schedule, **adam)
-    optimizer = keras.optimizers.AdamW(schedule, weight_decay=args.weight_decay, **adam)
-    whole = [variable for variable in variables if id(variable.value) not in decayed]
-    optimizer.exclude_from_weight_decay(var_list=whole)
+        return optimizers.Adam(rate, **adam)
+    optimizer = optimizers.AdamW(rate, weight_decay=args.weight_decay, **adam)
+    optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if id(variable.value) in whole])
     return optimizer
 
 
@@ -294,108 +273,25 @@ def _warm_up(keras: Any, rate: float, decay: Any, steps: int) -> Any:
     return WarmUp()
 
 
-def _refusal(message: str, value: Any, remedy: str) -> ConfigError:
-    return ConfigError(message, field="optimizers", value=value, remedy=remedy)
-
-
-def _refuse_own_loops(optimizer: Any) -> None:
-    name, remedy = None, ""
-    if isinstance(optimizer, import_keras().optimizers.LossScaleOptimizer):
-        name, remedy = "LossScaleOptimizer", "Give the optimizer inside it, and set fp16=True."
-    for attribute, remedy_of_it in (
-        ("loss_scale_factor", "Remove it, and set fp16=True."),
-        ("gradient_accumulation_steps", "Remove it, and set gradient_accumulation_steps in the arguments."),
-        ("use_ema", "Remove it, and average the weights in a callback."),
-    ):
-        if name is None and getattr(optimizer, attribute, None):
-            name, remedy = attribute, remedy_of_it
-    if name is not None:
-        raise _refusal("The Keras optimizer does by itself what the Trainer does.", name, remedy)
-
-
-def _divide(optimizer: Any, variables: Sequence[Any]) -> tuple[dict[Any, _Live], dict[str, torch.Tensor]]:
-    """(parameter -> slots by name, all other variables by name) of a Keras optimizer that is built."""
-    slots: dict[Any, _Live] = {variable.value: _Live() for variable in variables}
-    others: dict[str, torch.Tensor] = {}
-    for index, kept in enumerate(optimizer.variables):
-        for owner, slot in _owners(kept, variables):
-            if slot not in slots[owner.value]:
-                slots[owner.value][slot] = kept.value
-                break
-        else:
-            others[kept.name if kept.name in _COUNTED else f"{index}.{len(kept.shape)}d"] = kept.value
-    return slots, others
-
-
-def _owners(kept: Any, variables: Sequence[Any]) -> list[tuple[Any, str]]:
-    """The variables that a slot may belong to with the slot's name, the likeliest first.
-
-    Keras names a slot ``<path of the variable, with underscores>_<slot>``.
-    """
-    fitting = []
-    for variable in variables:
-        prefix = f"{variable.path.replace('/', '_')}_"
-        if kept.name.startswith(prefix) and tuple(kept.shape) == tuple(variable.shape):
-            fitting.append((variable, kept.name.removeprefix(prefix)))
-    return sorted(fitting, key=lambda pair: len(pair[1]))
-
-
-# -- names of the older TFTrainer ------------------------------------------------------------------------------------
-
-
-class LossSum:
-    """The sum of the losses of a prediction step, as `eval_loss` of the older TFTrainer."""
-
-    def __init__(self) -> None:
-        self._total: torch.Tensor | None = None
-
-    def update_state(self, value: Any) -> None:
-        """Add losses of any shape ``[...]``."""
-        added = torch.as_tensor(value).detach().sum()
-        self._total = added if self._total is None else self._total + added
-
-    def result(self) -> torch.Tensor | None:
-        """The sum ``[]``; None when nothing was added."""
-        return self._total
-
-    def reset_state(self) -> None:
-        """Forget the losses."""
-        self._total = None
-
-    reset_states = reset_state
-
-
-class SummaryWriter:
-    """Writes to a `tf.summary.SummaryWriter`, which stays open, by the methods of torch's writer."""
-
-    def __init__(self, writer: Any) -> None:
-        self._writer = writer
-        self._summary: Any = importlib.import_module("tensorflow").summary  # imported already: it made the writer
-
-    def add_scalar(self, name: str, value: float, step: int) -> None:
-        """Write a number of one step."""
-        with self._writer.as_default():
-            self._summary.scalar(name, value, step=step)
-
-    def add_text(self, name: str, text: str) -> None:
-        """Write a text."""
-        with self._writer.as_default():
-            self._summary.text(name, text, step=0)
-
-    def flush(self) -> None:
-        """Write what is buffered."""
-        self._writer.flush()
-
-
 def as_writer(writer: Any) -> Any:
-    """A writer with the methods of torch's; one of TensorFlow is wrapped. Raises ConfigError for anything else."""
+    """A writer with the methods of torch's; one of TensorFlow is wrapped, and stays open.
+
+    Raises:
+        ConfigError: it is neither.
+    """
     if callable(getattr(writer, "add_scalar", None)):
         return writer
-    if callable(getattr(writer, "as_default", None)):
-        return SummaryWriter(writer)
-    raise ConfigError(
-        "It has neither add_scalar() nor as_default().",
-        field="tb_writer",
-        value=type(writer).__name__,
-        remedy="Give a SummaryWriter of torch or of TensorFlow.",
-    )
+    if not callable(getattr(writer, "as_default", None)):
+        remedy = "Give a SummaryWriter of torch or of TensorFlow."
+        raise refusal("tb_writer", "It has neither add_scalar() nor as_default().", remedy, writer)
+    summary: Any = importlib.import_module("tensorflow").summary  # imported already: it made the writer
+
+    def add_scalar(name: str, value: float, step: int) -> None:
+        with writer.as_default():
+            summary.scalar(name, value, step=step)
+
+    def add_text(name: str, text: str) -> None:
+        with writer.as_default():
+            summary.text(name, text, step=0)
+
+    return SimpleNamespace(add_scalar=add_scalar, add_text=add_text, flush=writer.flush)

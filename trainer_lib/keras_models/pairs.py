@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import itertools
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
@@ -20,6 +19,7 @@ from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.data.loading.fetch import is_pure_collator
 from trainer_lib.data.loading.loader import has_length
 from trainer_lib.errors import DataError
+from trainer_lib.evaluation import nested
 
 
 class Batch(dict[str, Any]):
@@ -65,12 +65,11 @@ class PairCollator:
 
     def __call__(self, samples: list[Any]) -> Batch:
         """Stack samples to a batch of tensors ``[batch, ...]``."""
-        first = samples[0]
         if self.collate is not None:
             return self.to_batch(self.collate(samples))
-        if isinstance(first, Mapping):
+        if isinstance(samples[0], Mapping):
             return self.to_batch(default_data_collator(samples))
-        return self.to_batch(_stack(samples if isinstance(first, tuple) else [(sample,) for sample in samples]))
+        return self.to_batch(_stack([sample if isinstance(sample, tuple) else (sample,) for sample in samples]))
 
     def to_batch(self, value: Any) -> Batch:
         """A `Batch` of one; of a pair (features, labels); of a mapping with labels under their names; of features.
@@ -88,34 +87,26 @@ class PairCollator:
         if not isinstance(value, tuple | list):
             return Batch.of(value, None)
         if not 1 <= len(value) <= 2:
-            raise DataError(
-                f"A sample or batch has {len(value)} parts.",
-                field="train_dataset",
-                remedy="Give pairs (features, labels).",
-            )
+            raise _refusal(f"A sample or batch has {len(value)} parts.", "Give pairs (features, labels).")
         return Batch.of(value[0], value[1] if len(value) == 2 else None)
+
+    def convert(self, batch: Any) -> Batch:
+        """A `Batch` of tensors of a batch of the user's own loader."""
+        return batch if isinstance(batch, Batch) else self.to_batch(nested.to_tensors(batch))
 
 
 def _stack(parts: list[Any]) -> Any:
     """Stack one part of every sample: a value ``[...]`` to ``[batch, ...]``, in mappings and tuples one by one."""
     first = parts[0]
-    if first is None:
-        return None
     if isinstance(first, Mapping):
         return {str(name): _stack([part[name] for part in parts]) for name in first}
     if isinstance(first, tuple):
-        return tuple(_stack([part[index] for part in parts]) for index in range(len(first)))
+        return tuple(_stack(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, str | bytes):
+        raise _refusal("Text cannot be stacked to a batch.", "Turn it into numbers, or give a data_collator.", first)
     if not isinstance(first, torch.Tensor) and hasattr(first, "numpy"):
         parts = [part.numpy() for part in parts]  # tensors of TensorFlow
-    batch = default_data_collator([{"value": part} for part in parts])
-    if "value" not in batch:
-        raise DataError(
-            "Text cannot be stacked to a batch.",
-            field="train_dataset",
-            value=type(first).__name__,
-            remedy="Turn it into numbers, or give a data_collator.",
-        )
-    return batch["value"]
+    return default_data_collator([{"value": part} for part in parts]).get("value")  # None of None
 
 
 def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
@@ -128,19 +119,11 @@ def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
         DataError: it is a pair of arrays, which would count as two samples, or its items are batches.
     """
     if isinstance(dataset, tuple) and len(dataset) == 2 and all(hasattr(part, "shape") for part in dataset):
-        raise DataError(
-            "The data is a pair of arrays, and not a set of pairs.",
-            field="train_dataset",
-            remedy="Give list(zip(features, labels)).",
-        )
+        raise _refusal("The data is a pair of arrays, and not a set of pairs.", "Give list(zip(features, labels)).")
     batches = getattr(getattr(sys.modules.get("keras"), "utils", None), "PyDataset", DataLoader)
     if isinstance(dataset, (DataLoader, batches)):
-        raise DataError(
-            "Its items are batches, and a data set has samples.",
-            field="train_dataset",
-            value=type(dataset).__name__,
-            remedy="Give its samples, or return it from an override of get_train_tfdataset.",
-        )
+        remedy = "Give its samples, or return it from an override of get_train_tfdataset."
+        raise _refusal("Its items are batches, and a data set has samples.", remedy, dataset)
     if dataset is None or isinstance(dataset, IterableDataset):
         return dataset
     if _is_tensorflow(dataset) or (has_length(dataset) and not hasattr(dataset, "__getitem__")):
@@ -153,65 +136,54 @@ def _is_tensorflow(dataset: Any) -> bool:
 
 
 class Stream(IterableDataset[Any]):
-    """The samples of an iterable with a length, or of a `tf.data.Dataset`, as arrays shuffled by (seed, epoch)."""
+    """The items of an iterable, or of a `tf.data.Dataset` as arrays: samples, or batches of the user's own loader.
 
-    def __init__(self, samples: Any, seed: int | None) -> None:
-        self._samples = samples
+    Args:
+        items: the iterable.
+        seed: shuffle a `tf.data.Dataset` by this seed and the epoch; None: do not.
+        steps: how many items to read at most: a `tf.data.Dataset` may repeat itself forever.
+        convert: what to make of an item.
+    """
+
+    def __init__(
+        self,
+        items: Any,
+        seed: int | None = None,
+        steps: int | None = None,
+        convert: Callable[[Any], Any] | None = None,
+    ) -> None:
+        self._items = items
         self._seed = seed
+        self._steps = steps
+        self._convert = convert
         self._epoch = 0
+        self.dataset = getattr(items, "dataset", None)
+        self.batch_size = getattr(items, "batch_size", None)
 
     def set_epoch(self, epoch: int) -> None:
         """Use the order of that epoch from now on."""
         self._epoch = epoch
 
     def __len__(self) -> int:
-        count = int(self._samples.cardinality()) if _is_tensorflow(self._samples) else len(self._samples)
-        if count < 0:  # infinite or unknown
+        sizes = [] if self._steps is None else [self._steps]
+        if _is_tensorflow(self._items):
+            sizes += [count for count in [int(self._items.cardinality())] if count >= 0]  # else infinite or unknown
+        elif has_length(self._items):
+            sizes.append(len(self._items))
+        if not sizes:
             raise TypeError("The data set has no length.")
-        return count
+        return min(sizes)
 
     def __iter__(self) -> Iterator[Any]:
-        samples = self._samples
-        if not _is_tensorflow(samples):
-            return iter(samples)
-        if self._seed is not None and has_length(self):
-            samples = samples.shuffle(len(self), seed=self._seed + self._epoch, reshuffle_each_iteration=False)
-        return iter(samples.as_numpy_iterator())
+        items = self._items
+        if _is_tensorflow(items):
+            if self._seed is not None and has_length(self):
+                items = items.shuffle(len(self), seed=self._seed + self._epoch, reshuffle_each_iteration=False)
+            items = items.as_numpy_iterator()
+        items = itertools.islice(items, self._steps)
+        return items if self._convert is None else map(self._convert, items)
 
 
-class BatchLoader:
-    """The batches of the user's own loader or data set, as `Batch`.
-
-    Args:
-        batches: batches in any form that `to_batch` takes, of torch tensors, arrays or tensors of TensorFlow.
-        steps: how many batches to read at most: a `tf.data.Dataset` may repeat itself forever.
-    """
-
-    def __init__(self, batches: Iterable[Any], collate: PairCollator, *, steps: int | None = None) -> None:
-        self._batches: Any = batches
-        self._collate = collate
-        self._steps = steps
-        self.dataset = getattr(batches, "dataset", None)
-        self.batch_size = getattr(batches, "batch_size", None)
-
-    def __iter__(self) -> Iterator[Batch]:
-        batches = self._batches.as_numpy_iterator() if _is_tensorflow(self._batches) else iter(self._batches)
-        for batch in itertools.islice(batches, self._steps):
-            yield self._collate.to_batch(_to_torch(batch))
-
-    def __len__(self) -> int:
-        lengths = [self._steps] if self._steps is not None else []
-        lengths += [len(self._batches)] if has_length(self._batches) else []
-        if not lengths:
-            raise TypeError("The batches have no length.")
-        return min(lengths)
-
-
-def _to_torch(value: Any) -> Any:
-    if value is None or isinstance(value, torch.Tensor | Batch):
-        return value
-    if isinstance(value, Mapping):
-        return {str(name): _to_torch(part) for name, part in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_to_torch(part) for part in value)
-    return torch.from_numpy(np.array(value.numpy() if hasattr(value, "numpy") else value))
+def _refusal(message: str, remedy: str, value: object = None) -> DataError:
+    shown = None if value is None else type(value).__name__
+    return DataError(message, field="train_dataset", value=shown, remedy=remedy)

@@ -18,14 +18,15 @@ from trainer_lib.base.outputs import EvalLoopOutput
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.loading.iterable import IterableLoader
 from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, has_length
-from trainer_lib.errors import CodeError, ConfigError
+from trainer_lib.errors import CodeError
 from trainer_lib.evaluation import nested
 from trainer_lib.keras_models import keras_backend
-from trainer_lib.keras_models.keras_backend import KerasOptimizer, KerasSchedule, LossSum, placed_on
-from trainer_lib.keras_models.pairs import Batch, BatchLoader, PairCollator, as_dataset
+from trainer_lib.keras_models.keras_backend import KerasOptimizer, KerasSchedule, placed_on, refusal
+from trainer_lib.keras_models.pairs import Batch, PairCollator, Stream, as_dataset
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
-from trainer_lib.trainer.overrides import parameters_of, takes, takes_positionals
+from trainer_lib.trainer.model.forward import logits_of
+from trainer_lib.trainer.overrides import parameters_of, refuse_uncalled, takes, takes_positionals
 
 keras_backend.choose_torch()  # here, because a script imports keras after this module
 
@@ -44,12 +45,32 @@ _UNCALLED = {
 }
 
 
+class LossSum:
+    """The sum of the losses of a prediction step, as `eval_loss` of the older TFTrainer."""
+
+    _total: torch.Tensor | None = None
+
+    def update_state(self, value: Any) -> None:
+        """Add losses of any shape ``[...]``."""
+        added = torch.as_tensor(value).detach().sum()
+        self._total = added if self._total is None else self._total + added
+
+    def result(self) -> torch.Tensor | None:
+        """The sum ``[]``; None when nothing was added."""
+        return self._total
+
+    def reset_state(self) -> None:
+        """Forget the losses."""
+        self._total = None
+
+    reset_states = reset_state
+
+
 class TFHooks:
     """A `TFTrainer` as the Trainer's collaborators see it.
 
-    Some methods have other parameters in a TFTrainer than in a Trainer. The collaborators call a Trainer's; here these
-    calls go to the TFTrainer's methods, so that an override with the TFTrainer's parameters is what runs. Every other
-    attribute is the TFTrainer's.
+    They call some methods with other parameters than a TFTrainer's have; these calls are translated here, so that the
+    overrides of a subclass run. Every other attribute is the TFTrainer's.
     """
 
     _tf: TFTrainer
@@ -67,7 +88,7 @@ class TFHooks:
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         """The loss ``[]`` of one micro-batch; its gradients are added to those of the parameters."""
-        batch = self._tf._trainflow_collate.to_batch(self._tf._prepare_inputs(inputs))
+        batch = self._tf._trainflow_batch(inputs)
         more = (num_items_in_batch,) if self._takes_items else ()
         loss: Any = self._tf.training_step(batch["features"], batch["labels"], *more)
         if not isinstance(loss, torch.Tensor):
@@ -84,8 +105,7 @@ class TFHooks:
     ) -> tuple[torch.Tensor | None, Any, Any]:
         """(loss ``[]``, logits, labels ``[batch, ...]``) of one batch."""
         trainer = self._tf
-        items = trainer._trainflow.forward.target_items(inputs)
-        batch = trainer._trainflow_collate.to_batch(trainer._prepare_inputs(inputs))
+        items, batch = trainer._trainflow.forward.target_items(inputs), trainer._trainflow_batch(inputs)
         trainer._trainflow_ignored = list(ignore_keys or ())
         trainer.eval_loss.reset_state()
         with torch.no_grad(), trainer.compute_loss_context_manager():
@@ -93,11 +113,8 @@ class TFHooks:
         loss, labels = trainer.eval_loss.result(), batch["labels"]
         if prediction_loss_only:
             return loss, None, None
-        return (
-            loss,
-            nested.detach(logits),
-            nested.detach(tuple(labels.values()) if isinstance(labels, Mapping) else labels),
-        )
+        labels = tuple(labels.values()) if isinstance(labels, Mapping) else labels
+        return loss, nested.detach(logits), nested.detach(labels)
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set up the optimizer and the schedule; those of Keras get the names of torch's."""
@@ -105,26 +122,16 @@ class TFHooks:
         self._tf.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
         self._tf._trainflow_wrap_optimizer()
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
-        """Metrics of an evaluation set; an override may take the data alone."""
-        given = {"ignore_keys": ignore_keys, "metric_key_prefix": metric_key_prefix}
-        taken = {name: value for name, value in given.items() if takes(self._tf.evaluate, name)}
-        return self._tf.evaluate(eval_dataset, **taken)
-
     def evaluation_loop(
         self,
         dataloader: Any,
         description: str,
         prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
+        ignore_keys: Sequence[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """One pass over a loader, through an override of `prediction_loop` where there is one."""
+        """One pass over a loader, by `prediction_loop`."""
         trainer = self._tf
-        if not trainer._trainflow_overrides("prediction_loop"):
-            return trainer.evaluation_loop(
-                dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix
-            )
         trainer._trainflow_ignored, trainer._trainflow_prefix = list(ignore_keys or ()), metric_key_prefix
         _, steps, examples = trainer._trainflow_sized(dataloader)
         return trainer.prediction_loop(dataloader, steps, examples, description, prediction_loss_only)
@@ -178,14 +185,18 @@ class TFTrainer(Trainer):
         callbacks: Sequence[TrainerCallback | type[TrainerCallback]] | None = None,
         **further: Any,
     ) -> None:
-        self._trainflow_refuse_uncalled()
+        refuse_uncalled(type(self), _UNCALLED)
         self._trainflow_package = keras_backend.import_keras()
         names = None if args is None else args.label_names
         self._trainflow_collate = PairCollator(data_collator, names or ["labels"])
         self.eval_loss = LossSum()
         for dataset in (train_dataset, eval_dataset):
             as_dataset(dataset)  # raises DataError for what is not a set of samples
-        of_torch = self._trainflow_take_optimizers(optimizers, model_init)
+        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
+        of_keras = optimizers != (None, None) and not isinstance(optimizers[0] or optimizers[1], kinds)
+        if of_keras and model_init is not None:
+            message = "The optimizer holds variables of another model: model_init makes a new one for every training."
+            raise refusal("optimizers", message, "Override create_optimizer_and_scheduler.")
         writer = [] if tb_writer is None else [TensorBoardCallback(keras_backend.as_writer(tb_writer))]
         super().__init__(
             model=model,
@@ -196,11 +207,12 @@ class TFTrainer(Trainer):
             model_init=model_init,
             compute_metrics=compute_metrics,
             callbacks=[*(callbacks or ()), *writer],
-            optimizers=of_torch,
+            optimizers=(None, None) if of_keras else optimizers,
             **further,
         )
-        if self._trainflow_given[0] is not None:
-            self._trainflow_make_optimizer()
+        if of_keras:
+            self.optimizer, self.lr_scheduler = optimizers
+            self._trainflow_wrap_optimizer()
             self._trainflow.engine.take_optimizers((self.optimizer, self.lr_scheduler))
         reporters = [self.args.report_to] if isinstance(self.args.report_to, str) else list(self.args.report_to or ())
         for name, set_up in (("wandb", self.setup_wandb), ("comet_ml", self.setup_comet)):
@@ -211,30 +223,14 @@ class TFTrainer(Trainer):
     def _trainflow_hooks(self) -> Trainer:
         return cast(Trainer, TFHooks(self))
 
-    def _trainflow_refuse_uncalled(self) -> None:
-        for name, remedy in _UNCALLED.items():
-            if self._trainflow_overrides(name):
-                raise ConfigError(
-                    "The class overrides a method that the training loop does not call.",
-                    field=f"{type(self).__name__}.{name}",
-                    remedy=remedy,
-                )
-
-    def _trainflow_overrides(self, method: str) -> bool:
-        return getattr(type(self), method, None) is not getattr(TFTrainer, method, None)
-
     # -- the model ----------------------------------------------------------------------------------------------------
 
     @override
     def _trainflow_look_at_model(self) -> None:
         for name, remedy in _UNSERVED.items():
-            if getattr(self.args, name) != field_map(self.args)[name].default:
-                raise ConfigError(
-                    "The argument is not served for Keras models.",
-                    field=name,
-                    value=getattr(self.args, name),
-                    remedy=remedy,
-                )
+            value = getattr(self.args, name)
+            if value != field_map(self.args)[name].default:
+                raise refusal(name, "The argument is not served for Keras models.", remedy, value)
         self._trainflow_adopt(self.model)
         super()._trainflow_look_at_model()
         self.label_names = ["labels"]  # where a `Batch` has them
@@ -243,13 +239,11 @@ class TFTrainer(Trainer):
         """Build the model if it is not built, and register its variables with torch."""
         keras = self._trainflow_package
         if not keras_backend.is_keras_model(model):
-            raise _model_error(model, "A TFTrainer trains Keras models.", "Give a keras.Model, or use Trainer.")
-        if type(model).train_step is not keras.Model.train_step and not self._trainflow_overrides("training_step"):
-            raise _model_error(
-                model,
-                "The Keras model overrides train_step(), which a TFTrainer does not call.",
-                "Override training_step of TFTrainer, or compute_loss of the model.",
-            )
+            raise refusal("model", "A TFTrainer trains Keras models.", "Give a keras.Model, or use Trainer.", model)
+        if type(model).train_step is not keras.Model.train_step and type(self).training_step is TFTrainer.training_step:
+            message = "The Keras model overrides train_step(), which a TFTrainer does not call."
+            remedy = "Override training_step of TFTrainer, or compute_loss of the model."
+            raise refusal("model", message, remedy, model)
         inputs = getattr(model, "_inputs_struct", None)
         is_single = inputs is not None and not isinstance(inputs, Mapping) and len(model.inputs) == 1
         self._trainflow_collate.one_input = isinstance(model, keras.Sequential) or is_single
@@ -264,15 +258,11 @@ class TFTrainer(Trainer):
         for dataset in (as_dataset(self.train_dataset), as_dataset(first)):
             # Reading from a stream that cannot start again would lose a sample.
             if sample is None and dataset is not None and (has_length(dataset) or iter(dataset) is not dataset):
-                sample = next((dataset[0] if hasattr(dataset, "__getitem__") else row for row in dataset), None)
+                sample = next(iter(dataset), None)
         if sample is None:
-            raise _model_error(
-                model,
-                "The Keras model is not built, and there is no sample to build it with.",
-                "Give it an Input layer, or call it once with a batch.",
-            )
-        batch = self._prepare_input(self._trainflow_collate([sample]))
-        device = self._trainflow.world.device
+            message = "The Keras model is not built, and there is no sample to build it with."
+            raise refusal("model", message, "Give it an Input layer, or call it once with a batch.", model)
+        batch, device = self._prepare_input(self._trainflow_collate([sample])), self._trainflow.world.device
         with torch.no_grad(), placed_on(device):
             model(batch["features"], training=False)
         model.to(device)
@@ -319,9 +309,13 @@ class TFTrainer(Trainer):
         """A loader of what a `get_..._tfdataset` returned: batches, or (batches, how many, how many samples)."""
         if isinstance(given, tuple) and len(given) == 3 and (given[1] is None or isinstance(given[1], int)):
             given, steps = given[0], given[1]
-        if isinstance(given, TrainLoader | EvalLoader | IterableLoader | BatchLoader):
+        if isinstance(given, TrainLoader | EvalLoader | IterableLoader | Stream):
             return given
-        return BatchLoader(given, self._trainflow_collate, steps=steps)
+        return Stream(given, steps=steps, convert=self._trainflow_collate.convert)
+
+    def _trainflow_batch(self, inputs: Any) -> Batch:
+        """A batch of any form on the device."""
+        return self._trainflow_collate.to_batch(self._prepare_inputs(inputs))
 
     # -- one batch ----------------------------------------------------------------------------------------------------
 
@@ -337,57 +331,36 @@ class TFTrainer(Trainer):
             The loss, 0-dim or one value per item; None without labels. The logits ``[batch, ...]``, a tuple of them
             when there are several.
         """
-        wrapped: Any = self.model_wrapped
-        model: Any = wrapped if training else self._trainflow.engine.strategy.inference_model(wrapped)
+        model: Any = self.model
+        called: Any = self.model_wrapped
+        called = called if training else self._trainflow.engine.strategy.inference_model(called)
         named = dict(labels) if isinstance(labels, Mapping) else {} if labels is None else {"labels": labels}
-        call: Any = self.model.call
-        computes_loss = self.compute_loss_func is None and named.keys() <= parameters_of(call).keys()
+        has_loss = bool(named) and self.compute_loss_func is None and named.keys() <= parameters_of(model.call).keys()
+        loss = None
         with placed_on(self._trainflow.world.device):
-            if not named or not computes_loss:
-                outputs = model(features, training=training)
-                loss = self._trainflow_loss(features, labels, outputs, training) if named else None
-                return loss, self._trainflow_logits(outputs, has_loss=False)
-            outputs = model(features, training=training, **named)
-            loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
-            return self._trainflow_with_added(loss), self._trainflow_logits(outputs, has_loss=True)
+            outputs = called(features, training=training, **(named if has_loss else {}))
+            if has_loss:
+                loss = outputs["loss"] if isinstance(outputs, Mapping) else outputs[0]
+                loss = sum(model.losses, start=loss)  # what layers add, such as regularizers
+            elif named:
+                loss = self._trainflow_loss(features, labels, outputs, training)
+        return loss, logits_of(outputs, self._trainflow_ignored, first_is_loss=has_loss)
 
     def _trainflow_loss(self, features: Any, labels: Any, outputs: Any, training: bool) -> Any:
-        """The loss of `compute_loss_func`, or the one that the model was compiled with."""
+        """The loss of `compute_loss_func`, or the one that the model was compiled with, and what layers add to it."""
         model: Any = self.model
         if (func := self.compute_loss_func) is not None:
             more = {"num_items_in_batch": self._trainflow_items} if takes(func, "num_items_in_batch") else {}
-            return self._trainflow_with_added(func(outputs, labels, **more))
+            return sum(model.losses, start=func(outputs, labels, **more))
         computes = type(model).compute_loss is not self._trainflow_package.Model.compute_loss
         if getattr(model, "loss", None) is None and not computes:
-            raise _model_error(
-                model,
-                "The Keras model has no loss.",
-                "Call model.compile(loss=...), or let its call() take labels and return (loss, logits).",
-            )
+            remedy = "Call model.compile(loss=...), or let its call() take labels and return (loss, logits)."
+            raise refusal("model", "The Keras model has no loss.", remedy, model)
         return model.compute_loss(x=features, y=labels, y_pred=outputs, training=training)
-
-    def _trainflow_with_added(self, loss: Any) -> Any:
-        """The loss with what layers added in the newest call, such as regularizers; `compute_loss` of Keras adds it."""
-        model: Any = self.model
-        return sum(model.losses, start=loss)
-
-    def _trainflow_logits(self, outputs: Any, *, has_loss: bool) -> Any:
-        if isinstance(outputs, Mapping):
-            ignored = ("loss", *self._trainflow_ignored)
-            parts = tuple(part for name, part in outputs.items() if name not in ignored and part is not None)
-        elif isinstance(outputs, tuple | list):
-            parts = tuple(outputs[1:] if has_loss else outputs)
-        else:
-            return outputs
-        return parts[0] if len(parts) == 1 else parts or None
 
     @override
     def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
+        self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
         """The mean loss of a batch, 0-dim, or (loss, logits), from `run_model`."""
         batch = self._trainflow_collate.to_batch(inputs)
@@ -397,11 +370,8 @@ class TFTrainer(Trainer):
         finally:
             self._trainflow_items = None
         if loss is None:
-            raise ConfigError(
-                "The batch has no labels, so there is no loss.",
-                field="train_dataset",
-                remedy="Give pairs (features, labels).",
-            )
+            message = "The batch has no labels, so there is no loss."
+            raise refusal("train_dataset", message, "Give pairs (features, labels).")
         return (loss.mean(), logits) if return_outputs else loss.mean()
 
     @override
@@ -410,12 +380,9 @@ class TFTrainer(Trainer):
     ) -> torch.Tensor:
         """Forward and backward of one micro-batch; its part of the step's loss, 0-dim, as `Trainer.training_step`.
 
-        Args:
-            features, labels: as of `run_model`.
-            nb_instances_in_global_batch: target items of the whole step, over all processes.
+        `nb_instances_in_global_batch` is the number of target items of the whole step, over all processes.
         """
-        batch = Batch.of(features, labels)
-        return super().training_step(self.model_wrapped, batch, nb_instances_in_global_batch)
+        return super().training_step(self.model_wrapped, Batch.of(features, labels), nb_instances_in_global_batch)
 
     @override
     def prediction_step(  # type: ignore[override]
@@ -463,53 +430,31 @@ class TFTrainer(Trainer):
     @override
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         self._trainflow_wrap_optimizer()
-        if self.lr_scheduler is None and isinstance(self.optimizer, KerasOptimizer):
-            self.lr_scheduler = KerasSchedule(self.optimizer)
         return super().create_scheduler(num_training_steps, self.optimizer)
 
-    def _trainflow_take_optimizers(self, given: tuple[Any, Any], model_init: Any) -> tuple[Any, Any]:
-        """Keep a Keras (optimizer, schedule); returns those of torch, which the Trainer takes itself."""
-        optimizer, schedule = given
-        kinds = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler)
-        is_torch = isinstance(schedule if optimizer is None else optimizer, kinds)
-        self._trainflow_given = (None, None) if is_torch else given
-        if model_init is not None and self._trainflow_given != (None, None):
-            raise ConfigError(
-                "The optimizer holds variables of another model: model_init makes a new one for every training.",
-                field="optimizers",
-                remedy="Override create_optimizer_and_scheduler.",
-            )
-        return given if is_torch else (None, None)
-
     def _trainflow_make_optimizer(self) -> None:
-        """Use the given Keras optimizer, or Adam; nothing where the arguments ask for another optimizer or schedule."""
-        args, (optimizer, schedule) = self.args, self._trainflow_given
+        """Make Keras' Adam, unless the arguments ask for another optimizer or schedule."""
+        args, schedule = self.args, self.lr_scheduler
         is_adam = str(args.optim) == args.default_optim and args.optim_args is None
         is_adam = is_adam and self.optimizer_cls_and_kwargs is None
         is_linear = args.lr_scheduler_type == "linear" and not args.lr_scheduler_kwargs
-        if optimizer is None and schedule is None and not (is_adam and is_linear):
-            if (power := getattr(args, "poly_power", 1.0)) != 1.0:
-                raise ConfigError(
-                    "Only the schedule of TFTrainer's own Adam has this power, and the arguments ask for another.",
-                    field="poly_power",
-                    value=power,
-                    remedy='Give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.',
-                )
-            return
-        if optimizer is None:
-            if not is_adam:
-                raise ConfigError(
-                    "A Keras schedule was given, and the arguments ask for a torch optimizer, which cannot follow it.",
-                    field="optimizers",
-                    remedy="Give a Keras optimizer as well, or choose the schedule by lr_scheduler_type.",
-                )
+        if is_adam and (is_linear or schedule is not None):
             model: Any = self.model
+            rate = float(args.learning_rate)  # a schedule that was given takes its place
+            if schedule is None:
+                rate = keras_backend.polynomial_decay(args, self._trainflow_steps)
             names = set(self.get_decay_parameter_names(model))
-            decayed = {id(tensor) for name, tensor in model.named_parameters() if name in names}
-            variables = model.trainable_variables
-            optimizer = keras_backend.default_optimizer(args, schedule, self._trainflow_steps, variables, decayed)
-        self.optimizer, self.lr_scheduler = optimizer, schedule
-        self._trainflow_wrap_optimizer()
+            whole = {id(tensor) for name, tensor in model.named_parameters() if name not in names}
+            self.optimizer = keras_backend.default_optimizer(args, rate, model.trainable_variables, whole)
+            self._trainflow_wrap_optimizer()
+        elif schedule is not None:
+            message = "A Keras schedule was given, and the arguments ask for a torch optimizer, which cannot follow it."
+            remedy = "Give a Keras optimizer as well, or choose the schedule by lr_scheduler_type."
+            raise refusal("optimizers", message, remedy)
+        elif (power := getattr(args, "poly_power", 1.0)) != 1.0:
+            message = "Only the schedule of TFTrainer's own Adam has this power, and the arguments ask for another."
+            remedy = 'Give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.'
+            raise refusal("poly_power", message, remedy, power)
 
     def _trainflow_wrap_optimizer(self) -> None:
         """Put a Keras optimizer and schedule, which the user's code may have set, under the names of torch's."""
@@ -529,18 +474,6 @@ class TFTrainer(Trainer):
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
     @override
-    def evaluate(
-        self, eval_dataset: Any = None, ignore_keys: list[str] | None = None, metric_key_prefix: str = "eval"
-    ) -> dict[str, float]:
-        return Trainer.evaluate(self._trainflow_hooks(), eval_dataset, ignore_keys, metric_key_prefix)
-
-    @override
-    def _evaluate(
-        self, trial: Any, ignore_keys_for_eval: list[str] | None, skip_scheduler: bool = False
-    ) -> dict[str, float]:
-        return Trainer._evaluate(self._trainflow_hooks(), trial, ignore_keys_for_eval, skip_scheduler)
-
-    @override
     def prediction_loop(  # type: ignore[override]
         self,
         dataset: Any,
@@ -549,34 +482,22 @@ class TFTrainer(Trainer):
         description: str = "Evaluation",
         prediction_loss_only: bool | None = None,
     ) -> EvalLoopOutput:
-        """One pass over batches: predictions and labels ``[samples, ...]``, and metrics.
+        """One pass over at most `steps` batches: predictions and labels ``[samples, ...]``, and metrics.
 
-        Args:
-            dataset: batches, as `get_eval_tfdataset` returns them.
-            steps: batches to read at most; None for all.
-            num_examples: samples in them; the loop counts them itself.
-            description: of the pass.
-            prediction_loss_only: compute the loss alone.
+        `num_examples`, the samples in them, is for overrides; the loop counts them itself.
         """
         loader, ignored = self._trainflow_loader(dataset, steps), list(self._trainflow_ignored)
         return self.evaluation_loop(loader, description, prediction_loss_only, ignored, self._trainflow_prefix)
 
     @override
-    def evaluation_loop(
-        self,
-        dataloader: Any,
-        description: str,
-        prediction_loss_only: bool | None = None,
-        ignore_keys: list[str] | None = None,
-        metric_key_prefix: str = "eval",
-    ) -> EvalLoopOutput:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **settings: Any) -> EvalLoopOutput:
         """One pass over a loader; every process has the running statistics (BatchNormalization) of rank 0."""
         comm = self._trainflow.world.comm
         for tensor in self.model.parameters() if comm.world_size > 1 else ():
             if not tensor.requires_grad and tensor.is_floating_point():
                 local = tensor.detach()
                 local.copy_(comm.sum_tensor(local if comm.rank == 0 else torch.zeros_like(local)))
-        return super().evaluation_loop(dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        return super().evaluation_loop(dataloader, *args, **settings)
 
     # -- trackers -----------------------------------------------------------------------------------------------------
 
@@ -591,7 +512,3 @@ class TFTrainer(Trainer):
     def _trainflow_report_to(self, callback: type[TrainerCallback]) -> None:
         if not any(isinstance(present, callback) for present in self.callback_handler.callbacks):
             self.add_callback(callback)
-
-
-def _model_error(model: object, message: str, remedy: str) -> ConfigError:
-    return ConfigError(message, field="model", value=type(model).__name__, remedy=remedy)

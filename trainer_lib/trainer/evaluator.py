@@ -21,7 +21,7 @@ from trainer_lib.storage import Store
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.loaders import DataMethods
 from trainer_lib.trainer.model.seeding import keep_seeds
-from trainer_lib.trainer.overrides import is_set
+from trainer_lib.trainer.overrides import is_set, keep_taken
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -211,8 +211,8 @@ class EvaluationMethods(DataMethods):
             for name, dataset in sets.items():
                 chosen = name if eval_dataset is None else dataset  # by name: persistent workers are found again
                 # By keyword: overrides have parameters of their own in between.
-                one_set = {"eval_dataset": chosen, "ignore_keys": ignore_keys}
-                metrics.update(self.evaluate(**one_set, metric_key_prefix=f"{metric_key_prefix}_{name}"))
+                one_set = {"ignore_keys": ignore_keys, "metric_key_prefix": f"{metric_key_prefix}_{name}"}
+                metrics.update(self.evaluate(eval_dataset=chosen, **keep_taken(self.evaluate, one_set)))
             return metrics
         with internals.evaluator.mode_kept(), self._memory_tracker.stage("eval", metrics):
             loader = self.get_eval_dataloader(eval_dataset)
@@ -271,7 +271,7 @@ class EvaluationMethods(DataMethods):
         """Evaluate in the middle of training, whose random numbers stay; report to a search, step a metric schedule."""
         evaluator = self._trainflow.evaluator
         with evaluator.random_numbers_kept(), evaluator.mode_kept():
-            metrics = self.evaluate(ignore_keys=ignore_keys_for_eval)
+            metrics = self.evaluate(**keep_taken(self.evaluate, {"ignore_keys": ignore_keys_for_eval}))
         self._report_to_hp_search(trial, self.state.global_step, metrics)
         if not skip_scheduler:
             self._trainflow.engine.step_metric_schedule(metrics)

@@ -31,6 +31,11 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
+def keep_taken(function: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments that `function` accepts."""
+    return {name: value for name, value in given.items() if takes(function, name)}
+
+
 def takes_positionals(function: Callable[..., Any], count: int) -> bool:
     """Whether a (bound) function accepts that many positional arguments."""
     kinds = [parameter.kind for parameter in parameters_of(function).values()]
@@ -143,14 +148,14 @@ CALLABLE = frozenset(
 _LOOP = "_inner_training_loop"
 
 
-def refuse_uncalled(cls: type) -> None:
+def refuse_uncalled(cls: type, uncalled: Mapping[str, str] = UNCALLED) -> None:
     """Raise ConfigError for a class that overrides a method which is never called, or replaces the training loop."""
     for owner in own_classes(cls):
-        for name in UNCALLED.keys() & vars(owner).keys():
+        for name in uncalled.keys() & vars(owner).keys():
             raise ConfigError(
                 "The class overrides a method that this Trainer does not call.",
                 field=f"{owner.__name__}.{name}",
-                remedy=UNCALLED[name],
+                remedy=uncalled[name],
             )
         if _LOOP in vars(owner) and not _may_read(vars(owner)[_LOOP], _LOOP):
             raise ConfigError(

@@ -233,6 +233,9 @@ def test_any_iterable_trains_evaluates_and_predicts(kind: Any, tmp_path: Path) -
     assert losses(one) == losses(other)
     assert one.evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
     np.testing.assert_array_equal(one.predict(kind(pairs(5))).predictions, other.predict(pairs(5)).predictions)
+    unbuilt = keras().Sequential([keras().layers.Dense(3)])
+    trainer(tmp_path / "unbuilt", kind(pairs(4)), model=unbuilt, max_steps=1)
+    assert unbuilt.built
 
 
 def test_a_tensorflow_data_set_is_shuffled_by_seed_and_epoch(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -345,7 +345,7 @@ class Forward:
             loss, outputs, first_is_loss = self.without_gradients(compute)
         if loss_only:
             return loss, None, None
-        logits = _logits(outputs, ignore_keys, first_is_loss=first_is_loss)
+        logits = logits_of(outputs, ignore_keys, first_is_loss=first_is_loss)
         if labels is not None and len(labels) == 1:
             labels = labels[0]
         return loss, nested.detach(logits), labels
@@ -402,7 +402,8 @@ def _is_scalar(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.ndim == 0
 
 
-def _logits(outputs: Any, ignore_keys: list[str], *, first_is_loss: bool) -> Any:
+def logits_of(outputs: Any, ignore_keys: Sequence[str], *, first_is_loss: bool) -> Any:
+    """A model's outputs ``[batch, ...]`` without the loss and without `ignore_keys`; None when there are none."""
     if isinstance(outputs, torch.Tensor):
         return outputs
     if isinstance(outputs, MAPPINGS):
