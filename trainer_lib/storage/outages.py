@@ -88,7 +88,7 @@ def describe_outage(error: BaseException) -> str | None:
     A refusal, such as a missing permission, is an answer. Clients wrap the errors of the network in their own, so the
     causes are looked at as well, and the most precise one counts.
     """
-    found = [reason for cause in _chain(error) if (reason := _reason(cause)) is not None]
+    found = [reason for cause in _chain(error) if (reason := _outage_of(cause)) is not None]
     return next((reason for reason in reversed(found) if reason != _UNREACHABLE), found[0] if found else None)
 
 
