@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
-from tests.support.distributed import run_distributed
+from tests.support.distributed import loaded, run_distributed
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
 from tests.support.training import LOGGED, accuracy, losses, trainer
@@ -36,6 +36,12 @@ ROWS = classification_rows(23)
 #: 23 sequences with unequal token counts, in global batches of 10: the last step has 3.
 RAGGED: dict[str, Any] = {"num_train_epochs": 1, "global_batch_size": 10, "per_device_train_batch_size": 2, **LOGGED}
 BY_SIZE = {"min_num_params": 80}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _loaded() -> Iterator[None]:
+    with loaded("accelerate", "datasets", "s3fs", "torch._dynamo.backends.common"):
+        yield
 
 
 class Deep(TokenModel):

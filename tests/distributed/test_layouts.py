@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -356,18 +355,28 @@ DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
 
 
 def test_divided_tokens_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
-    expected = several(str(tmp_path / "alone"), DIVIDED_TOKENS)
-    all_cases = ({"sequence": 2}, {"shard": 2, "sequence": 2})
-    for sizes in (*all_cases, {"replicate": 2, "sequence": 2}, {"sequence": 4}):
-        some = DIVIDED_TOKENS if sizes in all_cases else {"one head of keys": {"model": "shared"}}
-        cases = {name: {**given, "layout": sizes} for name, given in some.items()}
-        for results in run_distributed(several, math.prod(sizes.values()), str(tmp_path / str(sizes)), cases):
-            for name, one in results.items():
-                close(one, expected[name])
-                shards = {"fsdp": "full_shard"} if "shard" in sizes else {}
-                assert one["described"] == {"strategy": "sequence", **shards, "layout": sizes}
-                here, everywhere = one["bytes"]
-                assert here == pytest.approx(everywhere / math.prod(sizes.values()) if shards else everywhere, rel=0.1)
+    check_divided_tokens(tmp_path / "two", 2, DIVIDED_TOKENS, [{"sequence": 2}])
+    layouts = [{"shard": 2, "sequence": 2}, {"replicate": 2, "sequence": 2}, {"sequence": 4}]
+    check_divided_tokens(tmp_path / "four", 4, ("one head of keys", "own loss"), layouts)
+
+
+def test_divided_tokens_in_shards_have_them_whatever_a_training_asks_for(tmp_path: Path) -> None:
+    check_divided_tokens(tmp_path, 4, DIVIDED_TOKENS, [{"shard": 2, "sequence": 2}])
+
+
+def check_divided_tokens(folder: Path, world: int, names: Iterable[str], layouts: list[dict[str, int]]) -> None:
+    """Train cases of `DIVIDED_TOKENS` on one process, and in one group in all of the layouts."""
+    some = {name: DIVIDED_TOKENS[name] for name in names}
+    expected = several(str(folder / "alone"), some)
+    pairs = [(name, sizes) for name in some for sizes in layouts]
+    cases = {f"{name} in {sizes}": {**some[name], "layout": sizes} for name, sizes in pairs}
+    for results in run_distributed(several, world, str(folder / "divided"), cases, timeout_s=180):
+        for (name, sizes), one in zip(pairs, results.values(), strict=True):
+            close(one, expected[name])
+            shards = {"fsdp": "full_shard"} if "shard" in sizes else {}
+            assert one["described"] == {"strategy": "sequence", **shards, "layout": sizes}
+            here, everywhere = one["bytes"]
+            assert here == pytest.approx(everywhere / world if shards else everywhere, rel=0.1)
 
 
 class FromSources(list[Any]):
