@@ -295,9 +295,9 @@ def read_lines(total: int) -> dict[str, Any]:
         events = len(run_dir.read_new_events())
         session = Session.create(folder / "spool", {"run_id": "r"})
         for step in range(total):
-            session.append({"loss": 0.1}, step)
+            session.write({"t": 1_700_000_000_000, "s": step, "m": {"loss": 0.1}})
         size = (session.path / "points.jsonl").stat().st_size
-        session.append({"loss": 0.1}, total)
+        session.write({"t": 1_700_000_000_000, "s": total, "m": {"loss": 0.1}})
         points = sum(1 for _ in session.read(size, limit=size * 2))
         session.close()
     log = [

@@ -226,7 +226,7 @@ def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
         ({"shard": 2, "sequence": 2}, (100, 100, 200, 200), (300, 4)),
     ],
 )
-def test_what_a_rank_of_a_layout_holds(layout: dict[str, int], held: tuple[int, ...], written: tuple[int, int]) -> None:
+def test_what_a_rank_of_a_layout_holds(layout: dict[str, Any], held: tuple[int, ...], written: tuple[int, int]) -> None:
     sizes = Layout(**layout)
     parts = sizes.replicate, sizes.shards, sizes.parts
     rank = by_name(replace(SIZE, divided_bytes=320), 4, layout=parts)["layout"]

@@ -233,7 +233,7 @@ def _round_alike(cls: Any, seed: int) -> Any:
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         done = next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
-        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
+        with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
             torch.manual_seed((seed << 32 ^ done) & 0x7FFFFFFFFFFFFFFF)
             return cls.step(self, closure)
 

@@ -122,7 +122,7 @@ def test_weights_that_are_not_bfloat16_are_refused_where_they_would_be_rounded(m
 class Drawing(torch.optim.SGD):
     """Steps as torchao's, with random numbers."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         for group in self.param_groups:
             for param in group["params"]:
                 state = self.state.setdefault(param, {"step": torch.tensor(0.0)})
