@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.work import Tokens, Windows, by_hand, language_model, main, settings, train
-from trainer_lib.worker.train import utilization
+from trainer_lib.base.outputs import utilization
 
 LENGTHS = {"gpt2": 1024, "llama": 4096}
 STEPS = {"gpt2": 15, "llama": 6}  # of a window

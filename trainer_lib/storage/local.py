@@ -52,6 +52,9 @@ class LocalBackend:
         """Return the backend of a folder below."""
         return LocalBackend(self.path(rel), self._top)
 
+    def refusal(self, error: Exception) -> None:
+        """Nothing: a disk refuses in no words of its own."""
+
     @contextlib.contextmanager
     def _opened(self, folder: Path) -> Iterator[int]:
         """Open a folder step by step from `top`, so that no link is crossed even if another process makes it just now.

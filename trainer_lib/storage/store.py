@@ -403,5 +403,4 @@ class Store:
         except Exception as error:
             if not is_of_a_store(error):  # a bug in trainflow, which a type would hide
                 raise
-            refusal = None if isinstance(self._backend, LocalBackend) else self._backend.refusal(error)
-            raise refusal or typed_error(error, verb, self._where(rel), needed=needed) from error
+            raise self._backend.refusal(error) or typed_error(error, verb, self._where(rel), needed=needed) from error

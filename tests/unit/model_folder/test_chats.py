@@ -17,6 +17,7 @@ from trainer_lib.model_folder.loaded import LoadedModel, load_model
 from trainer_lib.recipes.shared.model_places import new_causal_model
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.commands import chatting
+from trainflow.flows.cli.options import BareForm
 
 USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}
 OPTIONS: dict[str, Any] = {"vocabulary": 300, "length": 96, "split": {"validation": 0, "test": 0.25}}
@@ -122,13 +123,15 @@ def test_lines_of_a_terminal_are_answered_and_obeyed(loaded: LoadedModel, capsys
 
 def test_the_command_answers_once(address: str, capsys: pytest.CaptureFixture[str]) -> None:
     ask: Any = chatting.chat
-    answer = ask.__wrapped__(address, prompt="one?", new_tokens=NEW, trust="any").to_dict()
+    answer = ask.__wrapped__(BareForm(), address, prompt="one?", new_tokens=NEW, trust="any").to_dict()
     assert capsys.readouterr().out.strip() == answer["answer"]
     assert (answer["ok"], answer["whole"], answer["system"]) == (True, True, "brief")
     assert answer["tokens"] <= NEW
-    assert ask.__wrapped__(address, prompt="one?", new_tokens=NEW, trust="any", as_json=True).to_dict() == answer
+    assert (
+        ask.__wrapped__(BareForm(as_json=True), address, prompt="one?", new_tokens=NEW, trust="any").to_dict() == answer
+    )
     assert capsys.readouterr().out == ""
-    assert "nothing to answer" in str(refusal(lambda: ask.__wrapped__(address, prompt=" ")))
+    assert "nothing to answer" in str(refusal(lambda: ask.__wrapped__(BareForm(), address, prompt=" ")))
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------

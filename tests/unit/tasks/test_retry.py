@@ -12,8 +12,8 @@ from prefect.states import Failed
 
 from trainer_lib import errors
 from trainer_lib.arguments import TrainingArguments, numeric_fields
+from trainer_lib.base.outputs import find_peak, utilization
 from trainer_lib.storage import Store
-from trainer_lib.worker.train import find_peak, utilization
 from trainflow.tasks.stage import retry as _retry
 from trainflow.tasks.stage.goodput import add_up
 from trainflow.tasks.stage.progress import StageProgress

@@ -149,8 +149,8 @@ def test_a_sweep_that_cannot_work_is_refused(changed: dict[str, Any], expected: 
 def test_ranges_count_their_values() -> None:
     assert Range(low=1, high=4).values() == [1, 2, 3, 4]
     assert Range(low=0, high=1, step=0.25).values() == [0, 0.25, 0.5, 0.75, 1]
-    assert Range(low=0.1, high=1.0).values() is None
-    assert Range(low=1, high=100, log=True).values() is None
+    assert Range(low=0.1, high=1.0).count == math.inf
+    assert Range(low=1, high=100, log=True).count == 100
 
 
 # -- requirements of an evaluation ------------------------------------------------------------------------------------

@@ -370,7 +370,7 @@ INHERITED = {
     *("local_process_index", "is_last_process", "is_fsdp2", "is_composable_parallelism_enabled"),
     *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
     *("use_stateful_dataloader", "project_dir", "logging_dir", "save_iteration", "parallelism_config"),
-    *("torch_device_mesh", "sync_gradients", "gradient_accumulation_steps", "split_between_processes"),
+    *("sync_gradients", "gradient_accumulation_steps", "split_between_processes"),
     *("on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process"),
     *("trigger_sync_in_backward", "join_uneven_inputs", "print", "set_trigger", "check_trigger", "init_trackers"),
     *("save", "free_memory", "clear", "maybe_context_parallel", "profile", "skip_first_batches"),
