@@ -7,6 +7,7 @@ import itertools
 import math
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,6 +67,29 @@ class SumOverItems(TokenModel):
         assert labels is not None
         total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         return {"loss": total / num_items_in_batch, "logits": logits}
+
+
+class Routed(TokenModel):
+    """Adds the loss of routers, as transformers' mixtures do."""
+
+    config: Any = SimpleNamespace(router_aux_loss_coef=0.5)
+
+    def forward(
+        self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: Any = None
+    ) -> dict[str, torch.Tensor]:
+        logits = super().forward(input_ids)["logits"]
+        assert labels is not None
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
+        items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        return {"loss": total / items + 0.5, "logits": logits, "aux_loss": torch.ones(())}
+
+
+def test_an_evaluation_while_training_has_the_whole_loss_of_routers(tmp_path: Path) -> None:
+    given: dict[str, Any] = {"eval_dataset": TOKENS[:4], "eval_strategy": "steps", "eval_steps": 2, "max_steps": 2}
+    one = trainer(tmp_path, TOKENS, model=Routed(), gradient_accumulation_steps=3, **given)
+    one.train()
+    [within] = [entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry]
+    assert within == one.evaluate()["eval_loss"]
 
 
 def divided(outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:

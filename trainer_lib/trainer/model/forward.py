@@ -138,7 +138,6 @@ class Forward:
         self.past: Any = None
         self.sources: torch.Tensor | None = None
         self._needs_autograd = False
-        self._divided: DividedLoss | None = None  # while the logits are
 
     def _keep_past(self, outputs: Any) -> None:
         """Keep the output at `past_index` for the next batch, without its graph."""
@@ -197,9 +196,8 @@ class Forward:
         """The loss ``[]`` from the Trainer's `compute_loss`; notes in `scale` what it is."""
         trainer, signatures, rule = self._trainer, self._internals.signatures, self.rule
         loss: torch.Tensor
-        divided = None if self._divided is not None else self._divisible_loss(model)
-        if divided is not None:
-            with self._dividing(divided):
+        if (divided := self._divisible_loss(model)) is not None:
+            with divided:
                 return self.training_loss(model, inputs, num_items)
         self.scale = rule.undivided
         if num_items is None or not signatures.compute_loss_takes_items or not rule.passes_items:
@@ -235,7 +233,8 @@ class Forward:
         if func is not None:
             return self._call_loss_func(outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
-            over: dict[str, Any] = {} if self._divided is None else {"cross_entropy": self._divided.cross_entropy}
+            divided = self._internals.engine.strategy.divided_loss(model)
+            over: dict[str, Any] = {"cross_entropy": divided.cross_entropy} if divided and divided.is_on else {}
             return smoother(outputs, labels, shift_labels=forward.shifts_labels, **over), outputs
         loss = loss_of(outputs, inputs)
         if self.scale is LossScale.SHARE and isinstance(outputs, MAPPINGS) and outputs.get("aux_loss") is not None:
@@ -247,29 +246,20 @@ class Forward:
         run, config = self._internals.run, getattr(self._trainer.model, "config", None)
         config = getattr(config, "text_config", config)
         factor = getattr(config, "router_aux_loss_coef", getattr(config, "aux_loss_coef", 0.0))  # JetMoE's is shorter
-        weights = None if run is None else run.weights
+        weights = None if run is None or not run.weights.computing else run.weights  # an evaluation has no shares
         if not factor or weights is None or not weights.num_items or weights.micro_step >= len(weights.items):
             return loss
         share = weights.items[weights.micro_step] / float(weights.num_items)
         return loss + (share - 1) * factor * routers
 
     def _divisible_loss(self, model: nn.Module) -> DividedLoss | None:
-        """The model's loss over divided logits, unless something else reads them: then they are gathered."""
+        """The model's loss over divided logits; None while it is on, and where something else reads whole logits."""
         divided = self._internals.engine.strategy.divided_loss(model)
-        if divided is None or self.sources is not None or "compute_loss" in self._internals.signatures.overridden:
+        if divided is None or divided.is_on or self.sources is not None:
             return None
-        trainer = self._trainer
+        trainer, overridden = self._trainer, "compute_loss" in self._internals.signatures.overridden
         is_own = trainer.compute_loss_func is None and type(trainer.label_smoother) in (LabelSmoother, type(None))
-        return divided if is_own and trainer.args.past_index < 0 else None
-
-    @contextlib.contextmanager
-    def _dividing(self, divided: DividedLoss) -> Iterator[None]:
-        self._divided = divided
-        try:
-            with divided:
-                yield
-        finally:
-            self._divided = None
+        return divided if is_own and not overridden and trainer.args.past_index < 0 else None
 
     def _note_sources(self, outputs: Any, inputs: Any, labels: Any) -> None:
         run, sources, self.sources = self._internals.run, self.sources, None
@@ -341,7 +331,7 @@ class Forward:
                 return self._loss_and_outputs(model, inputs, computes_loss)
 
         divided = self._divisible_loss(model) if loss_only and computes_loss else None
-        with contextlib.nullcontext() if divided is None else self._dividing(divided):
+        with divided or contextlib.nullcontext():
             loss, outputs, first_is_loss = self.without_gradients(compute)
         if loss_only:
             return loss, None, None
