@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_layouts import HEADS, MODELS, RAGGED, ROWS, mixtral, mixture, qwen
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
-from tests.support.training import StopAt, losses, trainer
+from tests.support.training import StopAt, losses, train_in_parts, trainer
+from trainer_lib import Trainer
 from trainer_lib.errors import Preempted
 
 
@@ -38,21 +40,17 @@ RESUMED: dict[str, dict[str, int]] = {
 }
 
 
+def _with_dropout(path: str, made: Callable[..., Any], given: dict[str, Any]) -> Trainer:
+    return trainer(path, lm_rows(22), model=made(**HEADS, attention_dropout=0.2), **given)
+
+
 def resumed(folder: str, layouts: Mapping[str, dict[str, int]], stop: int | None) -> dict[str, Any]:
     """Losses and weights of a training with dropout; with `stop`, one that is stopped there and resumed."""
     out = {}
     for name, sizes in layouts.items():
         given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
-        rows, path = lm_rows(22), f"{folder}/{name}"
-        for resume in (False, True) if stop else (False,):
-            made = mixture if {"expert", "dispatch"} & set(sizes) else llama
-            one = trainer(path, rows, model=made(**HEADS, attention_dropout=0.2), **given)
-            if stop and not resume:
-                one.add_callback(StopAt(stop))
-                with pytest.raises(Preempted):
-                    one.train()
-            else:
-                one.train(resume_from_checkpoint=resume)
+        made = mixture if {"expert", "dispatch"} & set(sizes) else llama
+        one = train_in_parts(partial(_with_dropout, f"{folder}/{name}", made, given), stop)
         state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
         out[name] = losses(one), {key: _local(value) for key, value in state.items()}
     return out

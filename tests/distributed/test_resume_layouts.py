@@ -16,10 +16,10 @@ from torch import nn
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import llama, lm_rows
 from tests.support.toys import Augmented, classification_rows
-from tests.support.training import LOGGED, StopAt, losses, trainer
-from trainer_lib import TrainerCallback
+from tests.support.training import LOGGED, losses, train_in_parts, trainer
+from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.errors import NotReproducibleError, Preempted
+from trainer_lib.errors import NotReproducibleError
 from trainer_lib.storage import Store
 
 PLAN = {"up": "colwise", "down": "rowwise"}
@@ -195,6 +195,12 @@ def test_three_dimensions_resume_to_the_bit_and_in_two_and_in_none(tmp_path: Pat
 FLOAT8: dict[str, dict[str, Any]] = {"replicas": {}, "shards": {"fsdp": "full_shard auto_wrap"}}
 
 
+def _in_float8(path: str, given: dict[str, Any]) -> Trainer:
+    more = {"max_steps": 4, "bf16": True, "eval_strategy": "steps", "eval_steps": 2, **LOGGED}
+    rows, model = lm_rows(22, ragged=False), llama(hidden_size=64, intermediate_size=128)
+    return trainer(path, rows, model=model, eval_dataset=rows[:4], **more, **given)
+
+
 def in_float8(folder: str, stop: int | None) -> dict[str, Any]:
     """Losses and weights of trainings in float8 that are measured; with `stop`, they are stopped there and resumed."""
     import accelerate
@@ -202,18 +208,8 @@ def in_float8(folder: str, stop: int | None) -> dict[str, Any]:
     recipes = {"tensorwise": accelerate.utils.AORecipeKwargs(), "rowwise": "rowwise"}
     out = {}
     for (layout, given), (recipe, fp8) in itertools.product(FLOAT8.items(), recipes.items()):
-        for resume in (False, True) if stop else (False,):
-            sizes = {"hidden_size": 64, "intermediate_size": 128}
-            more = {"max_steps": 4, "bf16": True, "eval_strategy": "steps", "eval_steps": 2, **LOGGED}
-            path, rows = f"{folder}/{layout} {recipe}", lm_rows(22, ragged=False)
-            one = trainer(path, rows, model=llama(**sizes), eval_dataset=rows[:4], fp8=fp8, **more, **given)
-            assert one.args.fp8 == recipe
-            if stop and not resume:
-                one.add_callback(StopAt(stop))
-                with pytest.raises(Preempted):
-                    one.train()
-            else:
-                one.train(resume_from_checkpoint=resume)
+        one = train_in_parts(functools.partial(_in_float8, f"{folder}/{layout} {recipe}", {"fp8": fp8, **given}), stop)
+        assert one.args.fp8 == recipe
         state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
         measured = [row["eval_loss"] for row in one.state.log_history if "eval_loss" in row]
         weights = {name: value.clone() for name, value in state.items() if not value.is_meta}

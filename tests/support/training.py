@@ -129,6 +129,17 @@ def preempted_at(trainer: Trainer) -> int:
     raise AssertionError("training was not stopped")
 
 
+def train_in_parts(make: Callable[[], Trainer], stop: int | None) -> Trainer:
+    """Train; with `stop`, a first Trainer is stopped at that step, and the one that is returned resumes."""
+    if stop is not None:
+        first = make()
+        first.add_callback(StopAt(stop))
+        preempted_at(first)
+    last = make()
+    last.train(resume_from_checkpoint=stop is not None)
+    return last
+
+
 def logged(trainer: Trainer) -> list[dict[str, Any]]:
     """Return the log history without the entries that depend on the clock."""
     return [
