@@ -339,7 +339,7 @@ def result_if_unchanged(
     if any(stage.launch is not None and stage.launch.several_nodes for stage in plan.stages.values()):
         return None  # other machines wait for the training, whose task lets them go
     folder = run_folder(spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
-    # A sign belongs to a process at work on the run, or to one that died: Prefect may not know yet that it ended.
+    # A sign belongs to a running process of the run, or to one that died: Prefect may not know yet that it ended.
     if not has_nothing_to_do(plan, read_record(folder)) or read_signs(folder):
         expect_launches(plan)  # the import of torch takes longer than the start of the engine
         return None

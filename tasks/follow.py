@@ -86,7 +86,7 @@ class Evaluation:
         return _id_of(self.checkpoint, self.content)
 
     def is_of(self, info: CheckpointInfo) -> bool:
-        """Whether this very checkpoint was measured."""
+        """Whether this checkpoint was measured with these bytes."""
         return self.id == _id_of(info.name, info.commit.content_digest)
 
     def to_dict(self) -> dict[str, Any]:

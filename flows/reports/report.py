@@ -113,7 +113,7 @@ def render_report(
     """The report as HTML text.
 
     Args:
-        result: a pipeline run as `PipelineResult.to_dict()` gives it. Used besides, when there: `started` (ISO time),
+        result: a pipeline run as `PipelineResult.to_dict()` gives it. Also used, when there: `started` (ISO time),
             `compared` (rows of `trainflow.flows.records.plan_record.compare`), and
             `registers` (the name that the registry was asked for) with `registered` (its answer).
         charts: title -> SVG of the curves of the training (`draw_charts`).

@@ -147,7 +147,7 @@ _DEATHS = 3
 """Slots that may die without a word before the sweep gives up."""
 _POLL_S = 0.2
 _KEPT_S = 60.0
-"""Seconds that slots get to save what is at work when the sweep is stopped."""
+"""Seconds that slots get to save running trials when the sweep is stopped."""
 
 Listener = Callable[[Mapping[str, Any]], object]
 

@@ -87,7 +87,7 @@ class SlotProcess:
             self.process.stdin.flush()
 
     def stop(self) -> None:
-        """Ask it to save what is at work, and to end."""
+        """Ask it to save the running trial, and to end."""
         if self.is_alive:
             self.process.send_signal(signal.SIGINT)
 

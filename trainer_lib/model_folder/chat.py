@@ -70,16 +70,16 @@ class Chat:
         Raises:
             DataError: the conversation is too long, or the template does not take it. ConfigError: there is no base.
         """
-        turns, beside = [*self.turns, {"role": "user", "content": text}], None
+        turns, base_answer = [*self.turns, {"role": "user", "content": text}], None
         tokens = self._tokenize(turns)
         if heading is not None:
             with as_it_began(self._model, self._load_base) as base:
                 heading("base")
-                beside = self._generate(base, tokens, show)
+                base_answer = self._generate(base, tokens, show)
             heading("model")
         spoken = self._generate(self._model, tokens, show)
         self.turns = [*turns, {"role": "assistant", "content": spoken.text}]
-        return spoken, beside
+        return spoken, base_answer
 
     def _tokenize(self, turns: list[dict[str, Any]]) -> list[int]:
         first = [{"role": "system", "content": self.system}] if self.system else []

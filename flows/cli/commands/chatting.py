@@ -69,8 +69,8 @@ def chat(
     if asked is None:
         converse(talk, out, with_base=base, bare=form.quiet, debug=form.debug)
         return None
-    spoken, beside = _answer(talk, asked, terminal.console(quiet=form.as_json), base)
-    others = {} if beside is None else {"base": _record(beside)}
+    spoken, base_answer = _answer(talk, asked, terminal.console(quiet=form.as_json), base)
+    others = {} if base_answer is None else {"base": _record(base_answer)}
     return Answer({**_record(spoken), **others, "system": talk.system or None}, list)
 
 

@@ -62,7 +62,7 @@ def title(spec: PipelineSpec, settings: SweepSettings, path: Path) -> str:
 
 
 class SweepDisplay:
-    """Lines for trials that end; on a terminal, below them, what is at work."""
+    """Lines for trials that end; on a terminal, below them, the running trials."""
 
     def __init__(self, out: Console, settings: SweepSettings, *, quiet: bool) -> None:
         self._out = out
