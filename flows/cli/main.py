@@ -12,12 +12,12 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 
-from trainer_lib.errors import OutOfMemoryError, TrainflowError, without_temporary_folder
-from trainflow.flows.cli import presentation, terminal, usage_errors
+from trainer_lib.errors import ConfigError, OutOfMemoryError, TrainflowError, without_temporary_folder
+from trainflow.flows.cli import presentation, terminal
 from trainflow.flows.cli.options import EPILOGS, print_json
 
 # The commands, in the order of `trainflow --help`. A command is imported when it is called: its first line comes sooner
@@ -62,6 +62,8 @@ _COMMANDS = {
     "checkpoints import": "checkpoints:import_",
 }
 _GROUPS = {"checkpoints": "List, verify, prune and import checkpoints, wherever they are."}
+# Typer carries a click of its own, so the class is reached through the one that it exports.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def application(wanted: str | None = None) -> typer.Typer:
@@ -101,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     debug, as_json = "--debug" in words, "--json" in words
     try:
         with _typed():
-            usage_errors.call(application(next((word for word in words if not word.startswith("-")), None)), words)
+            _call(application(next((word for word in words if not word.startswith("-")), None)), words)
     except TrainflowError as error:
         if as_json:
             _print_failure({"ok": False, "exit_code": error.exit_code, "error": error.to_record()})
@@ -121,6 +123,38 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(1)
 
 
+def _call(app: typer.Typer, words: list[str]) -> NoReturn:
+    """Run a command line to its end.
+
+    Raises:
+        SystemExit: the command ended; with its exit code.
+        ConfigError: the words do not fit the command.
+        TrainflowError: what the command raised.
+    """
+    try:
+        code = app(args=words, prog_name="trainflow", standalone_mode=False)
+    except typer.Abort:
+        code = 1
+    except _UsageError as error:
+        if not error.format_message():  # of a command without words, which shows its help
+            error.show()
+            raise SystemExit(2) from None
+        raise _refusal(error) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
+
+
+def _refusal(error: Any) -> ConfigError:
+    """Words that do not fit their command, as Typer says it."""
+    text, command = error.format_message(), "trainflow COMMAND" if error.ctx is None else error.ctx.command_path
+    parameter = getattr(error, "param", None)
+    name = None if parameter is None else parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
+    return ConfigError(
+        text if text.endswith((".", "?")) else f"{text}.",
+        field=getattr(error, "option_name", None) or name or command,
+        remedy=f"{command} --help shows its words.",
+    )
+
+
 @contextlib.contextmanager
 def _typed() -> Iterator[None]:
     """Give an error of the machine, of which any code may be the victim, its type."""
@@ -131,19 +165,10 @@ def _typed() -> Iterator[None]:
         if failure is None:
             raise
         raise failure from error
-    except (MemoryError, RuntimeError) as error:
-        if not _lacks_memory(error):
-            raise
+    except MemoryError as error:
         message = "The memory that this process may take is used up."
         remedy = "Raise its limit (ulimit -v, the limit of its container or job); the same command continues."
         raise OutOfMemoryError(message, remedy=remedy) from error
-
-
-def _lacks_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is that no memory is left: not even for the stack of a thread."""
-    while error is not None and not (isinstance(error, MemoryError) or "can't start new thread" in str(error)):
-        error = error.__context__
-    return error is not None
 
 
 def _print_failure(record: dict[str, Any]) -> None:
