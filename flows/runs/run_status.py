@@ -11,7 +11,6 @@ from typing import Any, Literal
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import PastRun, list_runs, read_record, run_folder, write_record
 from trainflow.flows.records.prefect_runs import configured_api, end_runs_of, sweep_dead_runs
-from trainflow.flows.records.run_message import tell_of_death
 from trainflow.flows.runs.heartbeat import BEAT_S, PAUSE_S, Sign, find_silent, read_signs, remove_sign
 from trainflow.tasks.stage.retry import now
 
@@ -145,8 +144,8 @@ def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
     warnings = []
     for status in statuses:
         folder = folders[status.run.id]
-        if status.state == "died" and (died := _record_death(folder, status)):
-            tell_of_death(storage, status.run, died)
+        if status.state == "died":
+            _record_death(folder, status)
         for sign in dead[status.run.id]:
             why = left.get(sign.flow_run_id or "")
             if why == "unknown" and sign.api not in (None, configured_api()):
@@ -203,16 +202,14 @@ def _age_s(sign: Sign) -> float | None:
         return None
 
 
-def _record_death(folder: Store, status: RunStatus) -> str | None:
-    """Record that a run has died, and where; None: it has not, or another process has recorded it."""
+def _record_death(folder: Store, status: RunStatus) -> None:
+    """Record that a run has died, and where, unless another process has recorded it."""
     # Read again: the same command may be at work on it.
     record = read_record(folder)
     if record.get("status") != "RUNNING" or any(sign not in status.unswept for sign in read_signs(folder)):
-        return None
-    died = status.where or "before its first stage"
-    record |= {"status": "KILLED", "died": died, "ended": now()}
+        return
+    record |= {"status": "KILLED", "died": status.where or "before its first stage", "ended": now()}
     write_record(folder, record)
-    return died
 
 
 # -- progress ---------------------------------------------------------------------------------------------------------
