@@ -4,9 +4,8 @@
 
 Each example is planned and run on one process and on two (DDP) by the commands, `trainflow plan SPEC --probe` and
 `trainflow run SPEC`; each round has another seed, so that every round trains while the data stays prepared. The cases
-alternate. The numbers are those that a run's report compares (`trainflow.flows.records.plan_record`), and a ratio is
-the planned number over the one that came: below one, more came than was planned. `parts` has the seconds of both by
-what they go to; `start` is all of the stage outside of steps, evaluations and saves.
+alternate. A ratio is the planned number over the one that came: below one, more came than was planned. `parts` has the
+seconds of both by what they go to; `start` is all of the stage outside of steps, evaluations and saves.
 
 Wanted on a quiet machine: steps and samples equal, time and memory within 10 %.
 """
@@ -25,9 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._result import arguments, publish, spread
-from trainer_lib.storage import Store
-from trainflow.flows.records.plan_record import COMPARED, read_plan_record
 from trainflow.flows.server.embedded import LINGER
+from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.goodput import KINDS, Goodput
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import Ledger
@@ -85,7 +83,7 @@ def measure(folder: Path, rounds: int, cases: Sequence[Case]) -> dict[str, Any]:
 
 
 def compare_once(folder: Path, case: Case, *, seed: int) -> dict[str, Any]:
-    """Plan a training, run it, and read what the record of the run says of both."""
+    """Plan a training, run it, and put the numbers of both side by side."""
     storage = folder / case.name.replace(", ", "-")
     words = case.words(storage, seed)
     environment = {
@@ -96,12 +94,35 @@ def compare_once(folder: Path, case: Case, *, seed: int) -> dict[str, Any]:
     }
     planned = _command(["plan", *words, "--probe", "--json"], environment)
     ran = _command(["run", *words, "--json"], environment)
-    record = read_plan_record(Store.open(str(storage / "runs" / ran["pipeline_key"][:16])))
-    halves = {half: record[half]["stages"]["train"] for half in ("planned", "actual")}
-    [train] = [each["manifest"] for each in ran["stages"] if each["stage"] == "train"]
-    spent = Goodput.of(Ledger(StageManifest.from_dict(train).store()))
-    parts = {"planned": planned_parts(planned), "actual": actual_parts(spent, halves["actual"]["seconds"])}
+    [train] = [each for each in ran["stages"] if each["stage"] == "train"]
+    manifest = StageManifest.from_dict(train["manifest"])
+    spent = Goodput.of(Ledger(manifest.store()))
+    parts = {"planned": planned_parts(planned), "actual": actual_parts(spent, train["seconds"])}
+    halves = {"planned": planned_numbers(planned), "actual": actual_numbers(manifest, train["seconds"])}
     return {**halves, "parts": parts, "load_1min": round(os.getloadavg()[0], 2)}
+
+
+def planned_numbers(plan: Mapping[str, Any]) -> dict[str, Any]:
+    """The compared numbers of a plan."""
+    found = {name: plan["length"][name] for name in ("steps", "samples")}
+    return {**found, "checkpoint_bytes": plan["room"]["checkpoint_bytes"]} | {
+        name: plan[name] for name in ("seconds", "peak_bytes")
+    }
+
+
+def actual_numbers(manifest: StageManifest, seconds: float) -> dict[str, Any]:
+    """The compared numbers of the training that followed."""
+    facts = manifest.facts
+    if not isinstance(facts, TrainFacts):
+        raise SystemExit("train left no facts")
+    newest = manifest.store().child("checkpoints", facts.checkpoints[0])
+    return {
+        "seconds": seconds,
+        "peak_bytes": facts.peak_bytes,
+        "checkpoint_bytes": sum(file.size for file in newest.list()),
+        "steps": facts.global_step,
+        "samples": facts.global_samples,
+    }
 
 
 def planned_parts(plan: Mapping[str, Any]) -> dict[str, float]:
@@ -125,7 +146,7 @@ def actual_parts(spent: Goodput, seconds: float) -> dict[str, float]:
 def summarize(rounds: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Medians and quartiles of a case: what was planned, what came, and the one over the other."""
     numbers = {}
-    for quantity in COMPARED:
+    for quantity in WANTED:
         pairs = [(each["planned"][quantity], each["actual"][quantity]) for each in rounds]
         planned, actual = (spread([pair[half] for pair in pairs]) for half in (0, 1))
         ratio = spread([one / other for one, other in pairs])

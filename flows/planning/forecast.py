@@ -21,79 +21,14 @@ from trainer_lib.data.rows.mixture import INFO, Mixture
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.footprint import Estimate, Footprint, Probe, footprints
 from trainer_lib.storage import Store
-from trainflow.flows.records.past_runs import list_runs
-from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
-from trainflow.tasks.stage.manifest import StageManifest, look_up_in
+from trainflow.tasks.stage.facts import PrepareFacts
+from trainflow.tasks.stage.manifest import StageManifest
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainer_lib.launch import LaunchConfig
     from trainflow.flows.planning.plan import Plan
     from trainflow.tasks.configs import TrainConfig
-
-# Fields of the training's key that change what is computed, and not how long a step takes.
-_TIMELESS = (
-    *("learning_rate", "weight_decay", "adam_", "max_grad_norm", "seed", "data_seed", "num_train_epochs", "max_steps"),
-    *("warmup", "lr_scheduler", "label_smoothing", "metric_for_best_model", "greater_is_better", "optim_target"),
-)
-
-
-@dataclass(frozen=True)
-class PastTraining:
-    """The speed of an earlier training.
-
-    Attributes:
-        seconds_per_step: with its evaluations and saves, on average.
-        overhead_s: of its stage, around the training itself.
-        described: the run in words.
-    """
-
-    seconds_per_step: float
-    overhead_s: float
-    described: str
-
-
-def find_similar(plan: Plan) -> PastTraining | None:
-    """The training itself where it is committed, else the nearest one, if only what takes no time differs; or None.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
-    reason, launch = plan.reasons["train"], plan.stages["train"].launch
-    manifest = reason.manifest
-    if (
-        manifest is None
-        and reason.nearest is not None
-        and all(_is_timeless(change.field) for change in reason.differences)
-    ):
-        manifest = look_up_in(plan.spec.storage, "train", reason.nearest)
-    if manifest is None or not isinstance(manifest.facts, TrainFacts):
-        return None
-    steps, seconds = manifest.facts.global_step, manifest.metrics.get("train_runtime")
-    # A resumed training measured only its last part, and another number of processes is as good as another machine.
-    resumed = manifest.facts.resumed_from is not None
-    if not steps or not isinstance(seconds, int | float) or resumed or launch is None:
-        return None
-    if manifest.facts.world_size != launch.world_size:
-        return None
-    whole = _stage_seconds(plan, manifest)
-    overhead = 0.0 if whole is None else max(0.0, whole - seconds)
-    what = "this training" if reason.hit else "a training that differs in nothing that takes time"
-    return PastTraining(seconds / steps, overhead, f"{what}, committed {manifest.created[:16].replace('T', ' ')} UTC")
-
-
-def _is_timeless(field: str) -> bool:
-    return field.startswith("args.") and field.removeprefix("args.").startswith(_TIMELESS)
-
-
-def _stage_seconds(plan: Plan, manifest: StageManifest) -> float | None:
-    """The time of the whole stage, from the record of the run that made the manifest."""
-    for run in list_runs(plan.spec.storage):
-        outcome = (run.record.get("outcomes") or {}).get("train") if run.stages.get("train") == manifest.key else None
-        if isinstance(outcome, dict) and outcome.get("status") == "ran":
-            return float(outcome.get("seconds") or 0.0)
-    return None
-
 
 _LOADING_BYTES = 20_000
 """Bytes of a checkpoint besides weights and optimizer: counters, generators, the schedule."""
@@ -219,11 +154,8 @@ class Forecast:
         length: None: the data is not prepared.
         estimate: None: it could not be made.
         probe: None: none was asked for.
-        seconds: of the stage train; None: not known.
-        time_source: where `seconds` is from.
+        seconds: of the stage train, by the probe; None: none was asked for.
         alone: samples of the micro-batch of one process alone.
-        writers: ranks that write a part of FSDP's checkpoint; None: all.
-        only_model: checkpoints have no optimizer state.
         layout: copies, shards, and ranks of a tensor or expert group; None: the arguments have none.
         missing: sentences about what could not be found out, and what to do.
         error: what failed in the workers.
@@ -236,10 +168,7 @@ class Forecast:
     probe: Probe | None = None
     room: Room | None = None
     seconds: float | None = None
-    time_source: str = ""
     alone: int | None = None
-    writers: int | None = None
-    only_model: bool = False
     layout: tuple[int, int, int] | None = None
     missing: list[str] = field(default_factory=list)
     error: TrainflowError | None = None
@@ -265,8 +194,7 @@ class Forecast:
     def _footprints(self, processes: int, *, alone: int | None = None) -> list[Footprint]:
         if self.estimate is None:
             return []
-        size, writers = self.estimate.size, self.writers
-        return footprints(size, processes, alone=alone, writers=writers, only_model=self.only_model, layout=self.layout)
+        return footprints(self.estimate.size, processes, alone=alone, layout=self.layout)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -280,21 +208,6 @@ class Forecast:
             return None
         return self.own.total + (self.estimate.process_bytes if self.estimate.device == "cpu" else 0)
 
-    def planned(self) -> dict[str, Any]:
-        """The numbers that a run is compared with later (`trainflow.flows.records.plan_record`)."""
-        length, room = self.length, self.room
-        return {
-            "seconds": self.seconds,
-            "peak_bytes": self.peak_bytes,
-            "steps": None if length is None else length.steps,
-            "samples": None if length is None else length.samples,
-            "tokens": self.tokens,
-            "checkpoint_bytes": None if room is None else room.checkpoint_bytes,
-            "processes": self.processes,
-            "strategy": self.strategy,
-            "device": None if self.estimate is None else self.estimate.device,
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """This as plain JSON."""
         parts: Mapping[str, Any] = {"length": self.length, "estimate": self.estimate, "probe": self.probe}
@@ -307,7 +220,6 @@ class Forecast:
             "peak_bytes": self.peak_bytes,
             "room": None if self.room is None else {**to_record(self.room), "needed_bytes": self.room.needed_bytes},
             "seconds": self.seconds,
-            "time_source": self.time_source,
             "missing": self.missing,
         }
 
@@ -339,15 +251,12 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
     found.alone = rows_at_a_time(args, data_parallel_size=1)
     if found.strategy == "layout" and (layout := read_layout(args)) is not None:
         found.layout = layout.replicate, layout.shards, layout.parts
-    found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
     found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
     asked = ask(data)
     found.estimate, found.probe, found.error = asked.estimate, asked.probe, asked.error
     found.room = _room(plan, args, found)
     if found.probe is not None:
-        found.seconds, found.time_source = _from_probe(found.length, found.probe), "a probe of a few steps"
-    else:
-        found.seconds, found.time_source = _from_past(plan, found.length)
+        found.seconds = _seconds_of_stage(found.length, found.probe)
     return found
 
 
@@ -364,26 +273,11 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
     return "ddp" if launch.world_size > 1 else "single"
 
 
-def _fsdp_writers(args: TrainingArguments, launch: LaunchConfig) -> int | None:
-    """The number of ranks that write a part of a checkpoint under these FSDP arguments; None: all, the default."""
-    from trainer_lib.arguments.configs.fsdp_config import read_settings
-
-    settings = read_settings(args)
-    if settings is None:
-        return None
-    if not settings.sharded_checkpoints or settings.mode == "no_shard":
-        return 1
-    if "hybrid" not in settings.mode:
-        return None
-    # One copy is written; unset, a machine's processes share it.
-    return settings.hybrid_group or int(launch.processes)
-
-
 def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
     length, estimate = found.length, found.estimate
     size = None if found.probe is None else found.probe.checkpoint_bytes
     if size is None and estimate is not None:
-        tensors = estimate.size.checkpoint_bytes(only_model=found.only_model)
+        tensors = estimate.size.checkpoint_bytes(only_model=args.save_only_model)
         size = None if tensors is None else tensors + _LOADING_BYTES
     saves = 0 if length is None else length.saves
     limit = args.save_total_limit
@@ -405,15 +299,7 @@ def free_bytes(storage: str) -> int | None:
     return shutil.disk_usage(existing).free
 
 
-def _from_probe(length: Length, probe: Probe) -> float:
+def _seconds_of_stage(length: Length, probe: Probe) -> float:
     evaluations = length.evaluations * length.evaluated_rows * (probe.evaluation_row_s or 0.0)
     steps = length.steps * probe.step_s + probe.warm_up_s
     return probe.overhead_s + steps + evaluations + length.saves * (probe.save_s or 0.0)
-
-
-def _from_past(plan: Plan, length: Length) -> tuple[float | None, str]:
-    """The time that an earlier run of the same training took for a step, times the steps."""
-    past = find_similar(plan)
-    if past is None:
-        return None, ""
-    return past.seconds_per_step * length.steps + past.overhead_s, past.described

@@ -1,4 +1,4 @@
-"""A whole plan: the stages, what the training takes, and what cannot work; kept where the run will be recorded."""
+"""A whole plan: the stages, what the training takes, and what cannot work."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import contextlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from functools import cached_property
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import StorageError, TrainflowError
+from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainflow.flows.planning.forecast import Forecast, Found, forecast
 from trainflow.flows.planning.obstacles import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.past_runs import run_folder
-from trainflow.flows.records.plan_record import write_half
-from trainflow.flows.records.results import RUN_ID_CHARS
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
 
@@ -105,7 +101,7 @@ def plan_in_full(
     probe: bool = False,
     during: Callable[[str], AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
 ) -> FullPlan:
-    """Work out what a run would do and take, and keep it for the run's report.
+    """Work out what a run would do and take.
 
     Args:
         probe: prepare the data if it is not, train a few real steps, and measure time and memory.
@@ -123,9 +119,7 @@ def plan_in_full(
             plan = _prepared(plan)
     with during("building the model without values" + (", then training a few steps" if probe else "")):
         found = forecast(plan, ask=lambda data: _ask(plan, data, probe=probe))
-    full = FullPlan(plan, found, tuple(find_obstacles(plan, found)))
-    _keep(full)
-    return full
+    return FullPlan(plan, found, tuple(find_obstacles(plan, found)))
 
 
 def effective_arguments(plan: Plan) -> dict[str, Any]:
@@ -165,16 +159,3 @@ def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found
     except TrainflowError as error:
         found.error = error
     return found
-
-
-def _keep(full: FullPlan) -> None:
-    """Keep the plan where the run will be recorded, so that its report can compare both."""
-    found, plan = full.forecast, full.plan
-    if found.length is None or any(obstacle.field == "storage" for obstacle in full.obstacles):
-        return
-    planned = {"made": datetime.now(UTC).isoformat(timespec="seconds"), "probe": found.probe is not None}
-    try:
-        folder = run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS])
-        write_half(folder, "planned", {**planned, "stages": {"train": found.planned()}})
-    except StorageError:
-        return  # the plan is shown all the same

@@ -114,8 +114,7 @@ def render_report(
 
     Args:
         result: a pipeline run as `PipelineResult.to_dict()` gives it. Also used, when there: `started` (ISO time),
-            `compared` (rows of `trainflow.flows.records.plan_record.compare`), and
-            `registers` (the name that the registry was asked for) with `registered` (its answer).
+            and `registers` (the name that the registry was asked for) with `registered` (its answer).
         charts: title -> SVG of the curves of the training (`draw_charts`).
         sections: those that follow the results.
         spec: the resolved spec.
@@ -212,9 +211,6 @@ def _sections_of_result(result: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Gates", [Panel(columns=("metric", "required", "measured", ""), rows=gates)] if gates else [])
     if result.get("registers"):
         yield _registered(result["registers"], result.get("registered"))
-    compared = [tuple(row.in_words().values()) for row in result.get("compared") or ()]
-    columns = ("stage", "", "planned", "came", "difference")
-    yield Section("Plan and outcome", [Panel(columns=columns, rows=compared)] if compared else [])
 
 
 def _metric_tables(manifests: Mapping[str, Mapping[str, Any]]) -> Iterator[Panel]:

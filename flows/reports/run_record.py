@@ -40,7 +40,6 @@ from trainflow.flows.records.past_runs import (
     run_folder,
     write_record,
 )
-from trainflow.flows.records.plan_record import actual_of, compare, read_plan_record, write_half
 from trainflow.flows.records.results import (
     RUN_ID_CHARS,
     PipelineResult,
@@ -158,7 +157,6 @@ class RunRecord:
     def _close(self, status: str, *, stages: int) -> None:
         """Write the record and the report, and end the MLflow run; what MLflow cannot take now waits on the disk."""
         try:
-            write_or_warn("plan", self._write_actual)
             write_or_warn("report", self._write_report)
             if self._tracking is not None:
                 write_or_warn("description", self._tracking.describe_end)
@@ -244,18 +242,6 @@ class RunRecord:
 
     # -- the folder ---------------------------------------------------------------------------------------------------
 
-    def _write_actual(self) -> None:
-        """Keep what the stages took beside what was planned."""
-        outcomes = [
-            outcome for outcome in self.result.stages if outcome.status == "ran" and outcome.manifest is not None
-        ]
-        ran = {
-            outcome.stage: actual_of(StageManifest.from_dict(outcome.manifest or {}), outcome.seconds)
-            for outcome in outcomes
-        }
-        if ran:
-            write_half(self.folder, "actual", {"stages": ran})
-
     def _write_lineage(self) -> None:
         if not self._is_unchanged or not self.folder.exists(LINEAGE_FILE):
             write_lineage(self.plan.spec.storage, self.folder, self._record)
@@ -267,8 +253,7 @@ class RunRecord:
         # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(REPORT):
             return
-        compared = compare(read_plan_record(self.folder))
-        result = {**self.result.to_dict(), "started": self._started, "compared": compared, **self._read_registered()}
+        result = {**self.result.to_dict(), "started": self._started, **self._read_registered()}
         self.charts = draw_charts(self._read_history())
         sections = collect_sections(self.plan, self.result)
         text = render_report(result, self.charts, sections=sections, spec=mask(self.plan.spec_text))

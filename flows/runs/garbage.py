@@ -14,13 +14,12 @@ import sqlite3
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from trainer_lib.base.json_text import BrokenSealError, parse_json
+from trainer_lib.base.json_text import BrokenSealError
 from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
 from trainer_lib.errors import DamagedError, InfrastructureError, StorageError, TrainflowError, first_line
 from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
@@ -224,9 +223,6 @@ LIMITED = "limited"
 """Below a storage: the storage of its runs with `--limit`, which nothing refers to once they have ended."""
 CHECKPOINTS = "checkpoints"
 _AT_ONCE = 16
-_PLAN_FILE = "plan.json"
-_PLAN_KEPT = timedelta(days=1)
-_RECORD_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
 
 Kind = Literal["run", "stage", "checkpoints", "publication"]
@@ -369,16 +365,8 @@ def _find_runs(storage: str, doomed: Sequence[PastRun], known: set[str], keep: i
         yield Item("run", folder.child(run.id), _size(folder.child(run.id)), f"beyond the newest {keep} of {run.name}")
     for name in folder.children():
         store = folder.child(name)
-        if name not in known and not _at_work(store) and not _is_new_plan(store):
+        if name not in known and not _at_work(store):
             yield Item("run", store, _size(store), "it has no record that can be read")
-
-
-def _is_new_plan(store: Store) -> bool:
-    """Whether a folder holds the plan of a run that was not started; plans are kept for a day."""
-    with suppress(ValueError, TypeError, KeyError, StorageError):
-        record = parse_json(store.read_if_exists(_PLAN_FILE, limit=_RECORD_BYTES) or b"{}")
-        return datetime.now(UTC) - datetime.fromisoformat(record["planned"]["made"]) < _PLAN_KEPT
-    return False
 
 
 def _stage_folders(storage: str) -> Iterator[tuple[Store, Folder]]:

@@ -12,7 +12,6 @@ from typing import Any
 from trainer_lib.base.json_text import parse_record
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import ARGUMENTS_FILE, SPEC_FILE, PastRun, read_tags, run_folder
-from trainflow.flows.records.plan_record import Comparison, compare, read_plan_record
 from trainflow.flows.records.results import flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
 from trainflow.flows.records.run_names import flat_settings
@@ -79,7 +78,6 @@ class RunDetails:
         tags: names that people gave it.
         attempts: every attempt at its stages.
         places: label -> URL: model, predictions, report, MLflow run, publication.
-        compared: what was planned beside what came of it; empty for a run that was not planned.
     """
 
     run: PastRun
@@ -89,7 +87,6 @@ class RunDetails:
     tags: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     places: Mapping[str, str]
-    compared: tuple[Comparison, ...] = ()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -132,7 +129,6 @@ class RunDetails:
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "metrics": self.metrics,
             "places": dict(self.places),
-            "compared": [comparison.to_dict() for comparison in self.compared],
             "spec": dict(self.spec),
             "code": dict(run.sources),
             "versions": self.versions,
@@ -168,7 +164,6 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
         places=places,
-        compared=tuple(compare(read_plan_record(folder))),
     )
 
 

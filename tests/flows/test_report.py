@@ -10,7 +10,6 @@ import pytest
 
 from trainer_lib.trackers.mlflow.mlflow_registry import Registered, Registration, Score, Verdict
 from trainflow.flows.cli.presentation import summary, where
-from trainflow.flows.records.plan_record import Comparison
 from trainflow.flows.records.results import PipelineResult, StageOutcome
 from trainflow.flows.reports.report import draw_charts, render_report
 from trainflow.flows.reports.report_facts import describe_outcomes
@@ -349,18 +348,6 @@ def test_a_failure_is_told_with_its_remedy_and_a_run_without_anything_is_a_page_
     assert "DataError test = 0 rows : Empty." in words
     assert "What to do: Add rows." in words
     assert "svg" not in Page(render_report({"name": "x", "stages": [], "error": None})).tags
-
-
-def test_a_plan_is_shown_beside_what_came_of_it() -> None:
-    rows = [
-        Comparison("train", "seconds", "s", 50.0, 63.0),
-        Comparison("train", "peak_bytes", "bytes", 2e6, 1.9e6),
-        Comparison("train", "steps", "", 300.0, 300.0),
-    ]
-    text = render_report({"name": "toy", "compared": rows})
-    assert "Plan and outcome" in text
-    assert all(each in text for each in ("+26.0%", "-5.0%", "+0.0%", "2 MB", "1.9 MB", "peak memory"))
-    assert "Plan and outcome" not in render_report({"name": "toy"})
 
 
 # -- the closing summary on the command line ---------------------------------------------------------------------------

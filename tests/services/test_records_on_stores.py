@@ -29,9 +29,7 @@ from trainer_lib.checkpoint.catalogue import rotate_checkpoints
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainflow.flows.cli.commands.runs import _compared_lines
 from trainflow.flows.records.past_runs import find_run, list_runs
-from trainflow.flows.records.plan_record import write_half
 from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.runs.garbage import find_garbage
@@ -73,8 +71,6 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     folder.write_bytes("spec.yaml", b"name: toy\ntrain: {args: {seed: 1}}\n")
     folder.write_bytes("arguments.json", b'{"train": {"seed": 1}}')
     folder.write_bytes("report.html", b"<html>")
-    write_half(folder, "planned", {"stages": {"train": {"seconds": 3.0, "steps": 8}}})
-    write_half(folder, "actual", {"stages": {"train": {"seconds": 4.5, "steps": 8}}})
     found = details(any_url, "toy-1")
     assert [(each.stage, each.state) for each in found.stages] == [
         ("train", "ran"),
@@ -84,15 +80,7 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     assert found.metrics == {"train_loss": 0.5, "test_accuracy": 0.9}
     assert found.places["model"].endswith(f"stages/train/{train[:16]}/model")
     assert found.places["report"].endswith("report.html")
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["arguments"] == {"train": {"seed": 1}}
-    assert [(each["quantity"], each["difference"]) for each in plain["compared"]] == [("seconds", 0.5), ("steps", 0.0)]
-    lines = [line.plain for line in _compared_lines(found)]
-    assert lines[-3:] == [
-        "stage  of what  planned   came  difference",
-        "train  time         3 s  4.5 s      +50.0%",
-        "train  steps          8      8       +0.0%",
-    ]
+    assert json.loads(json.dumps(found.to_dict()))["arguments"] == {"train": {"seed": 1}}
 
 
 def say(stage: str, text: str, kind: str = "line") -> None:

@@ -32,7 +32,6 @@ _NAMES = {
     "layout": "the layout",
 }
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
-_WRITES = "writes"
 _UNKNOWN = "?"
 _SHOWN_LINES = 12  # of a conversation
 
@@ -100,9 +99,8 @@ def _memory(found: Forecast) -> list[Text]:
     heading = f"of a rank on {counted(processes, 'process', 'processes')} ({found.estimate.device}); * is the spec's"
     lines.append(_row("memory", f"{heading} strategy"))
     columns = [_cells(rank, marked=rank.strategy == found.strategy) for rank in ranks]
-    rows = list(zip(("", *_PARTS, _WRITES), *columns, strict=True))
+    rows = list(zip(("", *_PARTS), *columns, strict=True))
     lines += presentation.table(rows, right=frozenset(range(1, len(rows[0]))), indent="    ")
-    lines.append(_row("", f"{_WRITES}: rank 0, into one checkpoint; with ×N each of N ranks"))
     if found.peak_bytes is not None:
         lines.append(_row("", _peak(found)))
     return lines + [_row("", note, "yellow") for note in found.estimate.notes]
@@ -119,9 +117,7 @@ def _peak(found: Forecast) -> str:
 
 
 def _cells(rank: Footprint, *, marked: bool) -> tuple[str, ...]:
-    writers = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
-    values = [_bytes(getattr(rank, name)) for name in _PARTS]
-    return (("* " if marked else "") + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + writers)
+    return (("* " if marked else "") + _NAMES[rank.strategy], *(_bytes(getattr(rank, name)) for name in _PARTS))
 
 
 def _bytes(value: int | None) -> str:
@@ -150,9 +146,9 @@ def _time(found: Forecast) -> Iterator[Text]:
     if found.length is None:
         return
     if found.seconds is None:
-        yield _row("time", "not known: no earlier run shows it; --probe measures a few steps")
+        yield _row("time", "not known: --probe measures a few steps")
     else:
-        yield _row("time", f"about {describe_seconds(found.seconds)} for train, from {found.time_source}")
+        yield _row("time", f"about {describe_seconds(found.seconds)} for train, from a probe of a few steps")
 
 
 def _obstacle(obstacle: Obstacle) -> Iterator[Text]:

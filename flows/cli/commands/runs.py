@@ -355,7 +355,6 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
     if details.metrics:
         lines += [Text(), *_facts(with_intervals(details.metrics))]
     lines += [Text(), *_facts({name: shown(place) for name, place in details.places.items()})]
-    lines += _compared_lines(details)
     lines += _section("settings", _shown_settings(details, everything))
     lines += _section("arguments", _shown_arguments(details, everything))
     lines += _section("code", {name: digest[:_DIGEST] for name, digest in run.sources.items()})
@@ -374,13 +373,6 @@ def _stage_lines(stages: Sequence[StageDetails]) -> list[Text]:
         took = describe_seconds(stage.seconds) if stage.seconds and stage.seconds >= 0.5 else ""
         rows.append((stage.stage, stage.state, took, (stage.key or "-")[:16], terminal.readable(stage.reason)))
     return table(rows, [("bold", COLOURS.get(stage.state, ""), "", "dim", "dim") for stage in stages])
-
-
-def _compared_lines(details: RunDetails) -> list[Text]:
-    """The plan next to its outcome."""
-    rows = [tuple(row.in_words().values()) for row in details.compared]
-    head = ("stage", "of what", "planned", "came", "difference")
-    return [Text(), Text("plan and outcome", "bold"), *table([head, *rows], right=frozenset({2, 3, 4}))] if rows else []
 
 
 def _attempt_lines(details: RunDetails) -> list[Text]:
