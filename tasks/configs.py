@@ -331,12 +331,6 @@ class EvaluateConfig(StageSettings):
         description="Show inputs of hardest, sample and confused rows in report and MLflow, as text or thumbnail. "
         "false keeps private data out.",
     )
-    importance_seconds: float = setting(
-        affects="result",
-        default=10.0,
-        ge=0,
-        description="The most time per split for the importance of a table's columns, by permutation; 0: none.",
-    )
     benchmarks: BenchmarkList = setting(
         affects="result",
         default_factory=list,

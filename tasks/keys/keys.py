@@ -105,7 +105,7 @@ NUMERICS = 1
 
 # Settings that older keys do not have -> the value that leaves a result as it was.
 _ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
-_ADDED |= {"importance_seconds": 10.0, "benchmarks": []}
+_ADDED |= {"benchmarks": []}
 _ADDED_TO_PUBLISH: dict[str, Any] = {"only_if": "always", "metric": None, "greater_is_better": None}
 _ADDED_TO_PUBLISH |= {"merged_type": None, "merge_tolerance": 0.05}
 

@@ -382,7 +382,6 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     confidence: float | None = None
     slices: tuple[str, ...] = ()
     show_inputs: bool = True
-    importance_seconds: float = 10.0
     rows_per_range: int = 10_000
     benchmarks: tuple[Benchmark, ...] = ()
     step: str = "all"

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,10 +29,7 @@ from trainer_lib.data.rows.parts import SUMS, NumberedParts, row_range, sum_part
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
-from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.benchmarks import Suite
-from trainer_lib.evaluation.evaluation_loop import stream_predictions
-from trainer_lib.evaluation.importance import BATCH, Dealt, list_plain_columns, measure_importance
 from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
 from trainer_lib.evaluation.named_metrics import (
@@ -45,7 +42,6 @@ from trainer_lib.evaluation.named_metrics import (
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.evaluation.shown_inputs import collect_inputs
-from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
@@ -413,7 +409,6 @@ def _of_all_rows(
         if remembered is not None and work.rank == 0:
             outcomes = _describe(split, remembered, work, data)
             if outcomes is not None:
-                outcomes |= _explain(work, trainer, name, split, remembered)
                 measured.append(store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode()))
                 warnings += warn_of_collapse(name, outcomes, data.info.get("classes"))
             if request.resamples:
@@ -475,12 +470,7 @@ def _describe(
         return None
     pairs = pair_outcomes(work.recipe, remembered.given, data)
     show = split.__getitem__ if work.request.show_inputs else None
-    outcomes = summarize_pairs(pairs, data, id_of=lambda row: split.row_ids(row, row + 1).tolist()[0], show=show)
-    if outcomes is not None and show is not None and "rows" not in pairs and len(pairs["labels"]) == len(split):
-        columns = {name: partial(split.column_values, name) for name in split.column_names if name != "labels"}
-        names = data.info.get("classes")
-        outcomes["weak"] = find_weak_groups(pairs["predictions"], pairs["labels"], columns, names)
-    return outcomes
+    return summarize_pairs(pairs, data, id_of=lambda row: split.row_ids(row, row + 1).tolist()[0], show=show)
 
 
 def pair_outcomes(recipe: Recipe, given: EvalPrediction, data: DataInfo) -> dict[str, Any]:
@@ -524,34 +514,6 @@ def summarize_pairs(
     if outcomes is not None and show is not None:
         outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: show(places[row_id]))
     return outcomes
-
-
-def _explain(
-    work: Work[EvaluateRequest], trainer: Any, name: str, split: ArrowSplit, remembered: Remembered
-) -> dict[str, Any]:
-    """The importance of a table's columns; empty for other data, and where the model cannot predict by itself."""
-    given, seconds = remembered.given, work.request.importance_seconds
-    if given is None or not seconds or len(nested.list_leaves(given.label_ids)[0]) != len(split):
-        return {}
-    if not list_plain_columns(split[0]):
-        return {}
-    work.events.emit("progress", message=f"importance of the columns of {name}")
-
-    def predict(dataset: Dealt) -> Iterator[Any]:
-        return (outputs for _, outputs in stream_predictions(trainer, dataset, start=0, stop=len(dataset)))
-
-    usual = trainer.args.per_device_eval_batch_size
-    trainer.args.per_device_eval_batch_size = max(usual, BATCH)
-    try:
-        found = measure_importance(
-            remembered.compute, given, split.__getitem__, predict, seed=remembered.seed, seconds=seconds
-        )
-    except Exception as error:  # never worth an evaluation
-        work.events.emit("warning", message=f"The importance of columns was not measured: {first_line(error)}")
-        return {}
-    finally:
-        trainer.args.per_device_eval_batch_size = usual
-    return {} if found is None else {"importance": found}
 
 
 def _resample(
