@@ -53,7 +53,6 @@ def evaluate(
             slices=tuple(config.slices),
             show_inputs=config.show_inputs,
             rows_per_range=config.rows_per_range,
-            benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
         ),
         carry_out=partial(_measure, config),
     )

@@ -29,7 +29,6 @@ from trainer_lib.data.rows.parts import SUMS, NumberedParts, row_range, sum_part
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
-from trainer_lib.evaluation.benchmarks import Suite
 from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
 from trainer_lib.evaluation.named_metrics import (
@@ -49,7 +48,6 @@ from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateRes
 from trainer_lib.recipes import DataInfo, Recipe
 from trainer_lib.recipes.shared.held_out_metrics import measure_labels
 from trainer_lib.recipes.shared.recipe_options import SEVERAL
-from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trainer import Trainer
@@ -236,8 +234,6 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
         args = arguments(changed, "evaluate", folder)
-        if work.request.benchmarks:
-            _suite(work, args, data).load(folder)
         function = require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
         for column, (name, split) in itertools.product(work.request.slices, splits.items()):
             find_slices(column, split.column_values(column), split=name)
@@ -361,24 +357,11 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         metrics |= {OVERALL: extra} if extra else {}
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
-    if work.rank == 0:  # the other ranks end meanwhile, so benchmarks may take longer than a rank waits
-        if request.benchmarks:
-            suite = _suite(work, args, data)
-            metrics |= suite.measure(trainer.model, args.per_device_eval_batch_size, request.confidence)
-            warnings += suite.warnings
+    if work.rank == 0:
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
         lasting = json.dumps(tidy_metrics(metrics), indent=2, sort_keys=True)
         files += [store.write_bytes("metrics.json", lasting.encode()), *measured]
     return EvaluateResult(tuple(files), metrics, warnings=tuple(warnings))
-
-
-def _suite(work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo) -> Suite:
-    """The benchmarks of the request; refuses those that the layout of the model or the data cannot have."""
-    folder = "." if work.request.paths is None else work.request.paths.folder
-    tokenizer = kept_tokenizer(data) if "tokenizer" in data.info else None
-    suite = Suite(work.request.benchmarks, folder, tokenizer, work.events.emit)
-    suite.require(is_divided=bool(args.fsdp or args.deepspeed))
-    return suite
 
 
 def _of_all_rows(

@@ -99,7 +99,6 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         **MEASURED,
         "splits": ["train"],
         "slices": ["sex"],
-        "benchmarks": ["piqa"],
         "show_inputs": False,
         "rows_per_range": 5,
     },
