@@ -11,7 +11,6 @@ import contextlib
 import io
 import logging
 import os
-import shlex
 import signal
 import sys
 import tempfile
@@ -28,7 +27,6 @@ from rich.text import Text
 from typing_extensions import override
 
 from trainer_lib.base.restore_process import variables_kept
-from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
@@ -36,10 +34,9 @@ from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
-from trainflow.flows.server.new_data import EVERY_S, Watch
 from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from trainflow.flows.server.schedule import Schedule, show_firings
-from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
+from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
 
 if TYPE_CHECKING:
     from prefect.deployments.runner import RunnerDeployment
@@ -140,9 +137,8 @@ _ENTRYPOINT = "trainflow.flows.deployed.pipeline"
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # Seconds that a run may take to save and end: longer than the stages' own grace.
 _END_S = 90.0
-# How many of the next firing times are shown, and seconds that the end waits for a look at watched data.
+# How many of the next firing times are shown.
 _SHOWN = 3
-_WATCH_END_S = 5.0
 
 
 def serve(
@@ -151,8 +147,6 @@ def serve(
     *,
     name: str | None,
     say: Callable[[str], object],
-    watch: str | None = None,
-    watch_every_s: float = EVERY_S,
     retry_crashed: int = 0,
 ) -> None:
     """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
@@ -160,15 +154,10 @@ def serve(
     The schedule is paused when the process ends, so no runs pile up while no process would run them.
 
     Args:
-        watch: folder or URL; a run starts when its listing changes.
-        watch_every_s: seconds between two looks at it.
         retry_crashed: how often a run that crashed runs again.
     """
     when = schedule.prefect()
     name = name or spec.name
-    watching = None if watch is None else Watch(watch, f"{FLOW}/{name}", spec, say)
-    if watching is not None:
-        watching.require_listable()
     path = log_path(spec.storage, spec.folder, name)
     with (
         logged(path),
@@ -188,11 +177,11 @@ def serve(
         say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
         if dates := schedule.next_firings(_SHOWN):
             say(show_firings(dates))
-        elif watching is None:
+        else:
             say(_how_to_start(name, is_embedded=server_folder(url) is not None))
         say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
-        with contextlib.chdir(folder), _watched(watching, watch_every_s):
+        with contextlib.chdir(folder):
             asyncio.run(_until_signalled(runner, say))
 
 
@@ -201,55 +190,6 @@ def _how_to_start(name: str, *, is_embedded: bool) -> str:
     if is_embedded:
         return f"Start a run: trainflow ui SPEC, and on Prefect's page Deployments, {name}, Run."
     return f"Start a run: prefect deployment run {FLOW}/{name}"
-
-
-@contextlib.contextmanager
-def _watched(watching: Watch | None, every_s: float) -> Iterator[None]:
-    """Inside the block, look for new data in the background."""
-    if watching is None:
-        yield
-        return
-    watching.say(f"Watching {watching.url}: new data there starts a run.")
-    done = threading.Event()
-    thread = threading.Thread(target=watching.run, args=(done, every_s), name="trainflow-watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        done.set()
-        # A look at a store that is away takes as long as its timeouts; it changes nothing any more.
-        thread.join(_WATCH_END_S)
-
-
-def watch_for(
-    url: str, deployment: str, *, every_s: float, say: Callable[[str], object], done: threading.Event
-) -> None:
-    """Look for new data under `url` until `done` is set, and start the deployment on the configured server.
-
-    Raises:
-        ConfigError: no server is configured, there is no such deployment, or the URL cannot be listed.
-    """
-    _require_server()
-    with prefect_api():
-        from prefect.client.orchestration import get_client
-        from prefect.exceptions import ObjectNotFound
-
-        full = deployment if "/" in deployment else f"{FLOW}/{deployment}"
-        with get_client(sync_client=True) as client:
-            try:
-                found = client.read_deployment_by_name(full)
-            except (ObjectNotFound, ValueError) as error:
-                known = [served.name for served in client.read_deployments()]
-                raise ConfigError(
-                    "This deployment does not exist.",
-                    field="DEPLOYMENT",
-                    value=deployment,
-                    remedy=suggestion(full.partition("/")[2], known) if known else "Make it: trainflow deploy SPEC.",
-                ) from error
-        watching = Watch(url, full, parse_spec(found.parameters["spec"]), say)
-        watching.require_listable()
-        say(f"Watching {url} for {full}, every {every_s:g} s. Ctrl-C ends it.")
-        watching.run(done, every_s)
 
 
 async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None:
@@ -315,7 +255,6 @@ class Target:
         variables: further job variables, as NAME=VALUE.
         limit: how many of its runs may be at work at once, the others wait; None: any number.
         retry_crashed: how often a run that crashed runs again.
-        watch: folder or URL that is to be watched; None: none.
     """
 
     pool: str
@@ -325,7 +264,6 @@ class Target:
     variables: Sequence[str] = ()
     limit: int | None = None
     retry_crashed: int = 0
-    watch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -363,8 +301,6 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
     when = schedule.prefect()
     name = name or spec.name
     wanted = None if target.pool_type is None else require_type(target.pool_type)
-    if target.watch is not None:
-        Watch(target.watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
@@ -382,8 +318,6 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         "a worker": start_command(target.pool, kind),
         "a run now": f"prefect deployment run {FLOW}/{name}",
     }
-    if target.watch is not None:
-        commands["new data"] = f"trainflow watch {shlex.quote(target.watch)} {FLOW}/{name}"
     dates = schedule.next_firings(_SHOWN)
     return Deployed(
         f"{FLOW}/{name}",

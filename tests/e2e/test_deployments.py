@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -172,32 +171,6 @@ def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(serv
     assert (attempts(store, "prepare-data"), attempts(store, "train")) == (1, 2)
     assert [past.status for past in list_runs(str(store))] == ["FINISHED"]
     wait_for("the end of what had started", lambda: not training(), 90)
-
-
-def test_new_data_starts_one_run_of_a_deployment(server: Server, tmp_path: Path) -> None:
-    data, spec = tmp_path / "data", toy.project(tmp_path / "project")
-    data.mkdir()
-    # No worker takes its runs: that they start is the point.
-    unattended = ("--pool", "unattended", "--create-pool", "--name", "watched")
-    assert deploy(server, spec, *unattended).code == 0
-    watching = ("watch", data, "pipeline/watched", "--every", "1")
-
-    def notes() -> list[Path]:
-        return list((tmp_path / "project" / "store" / "watch").glob("*.json"))
-
-    # tests/unit/flows/test_server.py starts it again.
-    with running(*watching, log=tmp_path / "log", env=server.environ) as watch:
-        watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
-        wait_for("the first look", notes)
-        (data / "1.csv").write_text("1\n")
-        watch.wait_for(f"New data under {data}: the run ")
-        assert watch.stop() == 0, watch.output
-    [run] = server.runs("watched", "SCHEDULED")
-    assert run["tags"] == ["new-data"]
-    # The folder is none of prepare.sources, so in no key.
-    assert run["parameters"]["force"] == ["prepare-data"]
-    [note] = notes()
-    assert json.loads(note.read_text())["started"] == 1
 
 
 def attempts(store: Path, stage: str) -> int:

@@ -23,16 +23,14 @@ from prefect import Flow
 from tests.support.repository import ROOT
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
-from trainer_lib.storage import Store
 from trainflow.flows.pipeline import pipeline
 from trainflow.flows.server import automations, embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
-from trainflow.flows.server.new_data import Watch
 from trainflow.flows.server.pools import read_variables, require_type
 from trainflow.flows.server.schedule import Schedule, read_interval, show_firings
 from trainflow.flows.server.serving import log_path, logged
-from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.spec.spec import load_spec
 
 
 @pytest.fixture
@@ -300,109 +298,3 @@ def test_job_variables_that_cannot_work_are_refused(given: list[str], image: str
     assert words in f"{refused.value.message} {refused.value.remedy}"
     with pytest.raises(ConfigError, match="kubernetes"):
         require_type("kubernets")
-
-
-# --------------------------------------------------------------------------------------------------------------- watch
-class Runs:
-    """What Prefect was asked to start."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.keys: list[str] = []
-        self.away = False
-
-        def start(watch: Watch, once: str) -> str:
-            if self.away:
-                raise ConnectionError("away")
-            if once not in self.keys:  # as Prefect does with an idempotency key
-                self.keys.append(once)
-            return "run"
-
-        monkeypatch.setattr(Watch, "_start", start)
-
-
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
-    return Runs(monkeypatch)
-
-
-def watch(tmp_path: Path, said: list[str] | None = None) -> Watch:
-    data = tmp_path / "data"
-    data.mkdir(exist_ok=True)
-    spec = PipelineSpec(name="toy", recipe="recipe.py", storage=str(tmp_path / "store"))
-    return Watch(str(data), "pipeline/toy", spec, (said if said is not None else []).append)
-
-
-def test_new_data_starts_one_run_once_it_has_settled_also_over_restarts(tmp_path: Path, runs: Runs) -> None:
-    looking = watch(tmp_path)
-    assert [looking.look(), looking.look()] == [False, False], "what is there at first starts nothing"
-    (tmp_path / "data" / "a").write_text("1")
-    assert looking.look() is False, "it may still be growing"
-    (tmp_path / "data" / "a").write_text("12")
-    assert looking.look() is False
-    assert looking.look() is True
-    assert looking.look() is False
-    (tmp_path / "data" / "b").write_text("1")
-    again = watch(tmp_path)
-    assert [again.look(), again.look(), again.look()] == [False, True, False]
-    assert len(runs.keys) == 2
-    # Back to what was there before: that is a change as well, and another run.
-    (tmp_path / "data" / "b").unlink()
-    assert [again.look(), again.look()] == [False, True]
-    assert len(set(runs.keys)) == 3
-    [name] = Store.open(str(tmp_path / "store")).child("watch").children()
-    note = json.loads((tmp_path / "store" / "watch" / name).read_text())
-    assert (note["deployment"], note["url"], note["started"]) == ("pipeline/toy", str(tmp_path / "data"), 3)
-
-
-def test_a_run_that_was_created_before_the_note_was_written_is_not_created_twice(
-    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looking = watch(tmp_path)
-    looking.look()
-    (tmp_path / "data" / "a").write_text("1")
-    looking.look()
-    with monkeypatch.context() as broken:
-        broken.setattr(Watch, "_write_note", lambda *_: (_ for _ in ()).throw(StorageError("full", field="x")))
-        with pytest.raises(StorageError):
-            looking.look()
-    again = watch(tmp_path)
-    assert [again.look(), again.look()] == [False, True]
-    assert len(runs.keys) == 1
-
-
-def test_what_is_away_is_waited_for_and_said_once(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    looking = watch(tmp_path, said)
-    looking.look()
-    (tmp_path / "data" / "a").write_text("1")
-
-    class Turns:
-        """An event that is set after a number of waits, and changes the world in between."""
-
-        left = 8
-
-        def is_set(self) -> bool:
-            return self.left == 0
-
-        def wait(self, _: float) -> None:
-            self.left -= 1
-            runs.away = self.left > 3
-
-    runs.away = True
-    looking.run(Turns())  # type: ignore[arg-type]
-    assert len(runs.keys) == 1
-    assert [line.partition(": ")[0] for line in said] == [
-        f"{tmp_path / 'data'} cannot be watched just now, and is tried again",
-        f"New data under {tmp_path / 'data'}",
-        f"{tmp_path / 'data'} is watched again.",
-    ]
-
-
-def test_a_url_that_cannot_be_listed_is_refused(tmp_path: Path) -> None:
-    looking = watch(tmp_path)
-    for url in (str(tmp_path / "nowhere"), "nosuchscheme://x", "s3:/x"):
-        looking.url = url
-        with pytest.raises(ConfigError) as refused:
-            looking.require_listable()
-        assert refused.value.field == "--watch"
-        assert refused.value.remedy
