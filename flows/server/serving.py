@@ -32,7 +32,6 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
-from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from trainflow.flows.server.schedule import Schedule, show_firings
@@ -132,6 +131,9 @@ class _Tee(io.TextIOBase):
         self._handler.handle(logging.makeLogRecord({"msg": mask(plain), "levelno": logging.INFO}))
 
 
+# Variables of the processes of runs that are served; absent in those of a work pool's worker.
+OWNER = "TRAINFLOW_SERVED_BY"
+SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 _ENTRYPOINT = "trainflow.flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
@@ -147,14 +149,12 @@ def serve(
     *,
     name: str | None,
     say: Callable[[str], object],
-    retry_crashed: int = 0,
 ) -> None:
     """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
 
     The schedule is paused when the process ends, so no runs pile up while no process would run them.
 
     Args:
-        retry_crashed: how often a run that crashed runs again.
     """
     when = schedule.prefect()
     name = name or spec.name
@@ -162,7 +162,7 @@ def serve(
     with (
         logged(path),
         prefect_api() as url,
-        _environment(url, run_environment(retry_crashed)),
+        _environment(url),
         tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder,
     ):
         from prefect.runner import Runner
@@ -172,8 +172,7 @@ def serve(
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
         # By its entrypoint: the flow object itself would be pickled into the runs' processes.
         _forget_planned_runs(name)
-        deployment_id = runner.add_deployment(_deployment(spec, name, when))
-        set_retries(deployment_id, name, retry_crashed, by_worker=False)
+        runner.add_deployment(_deployment(spec, name, when))
         say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
         if dates := schedule.next_firings(_SHOWN):
             say(show_firings(dates))
@@ -235,11 +234,11 @@ def _runs() -> set[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
+def _environment(url: str) -> Iterator[None]:
     """Inside the block, set the variables that the processes of runs inherit."""
     folder = server_folder(url)
-    own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
-    with variables_kept({**own, **more}):
+    place = {SERVER_FOLDER: str(folder)} if folder else {}
+    with variables_kept({**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **place}):
         yield
 
 
@@ -254,7 +253,6 @@ class Target:
         image: the container that runs it, for pools of type docker and kubernetes.
         variables: further job variables, as NAME=VALUE.
         limit: how many of its runs may be at work at once, the others wait; None: any number.
-        retry_crashed: how often a run that crashed runs again.
     """
 
     pool: str
@@ -263,7 +261,6 @@ class Target:
     image: str | None = None
     variables: Sequence[str] = ()
     limit: int | None = None
-    retry_crashed: int = 0
 
 
 @dataclass(frozen=True)
@@ -307,13 +304,11 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
 
         with get_client(sync_client=True) as client:
             kind, template = require_pool(client, target.pool, wanted, create=target.create_pool)
-        env = {**_RUN_ENVIRONMENT, **run_environment(target.retry_crashed)}
-        variables = read_variables(target.variables, target.image, kind, template, env)
+        variables = read_variables(target.variables, target.image, kind, template, _RUN_ENVIRONMENT)
         _forget_planned_runs(name)
-        deployed = _deployment(
+        _deployment(
             spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
         ).apply(image=variables.get("image"))
-        set_retries(deployed, name, target.retry_crashed, by_worker=True)
     commands = {
         "a worker": start_command(target.pool, kind),
         "a run now": f"prefect deployment run {FLOW}/{name}",

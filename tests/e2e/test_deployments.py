@@ -21,10 +21,9 @@ from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.server.api import prefect_api
-from trainflow.flows.server.automations import OWNER, SERVER_FOLDER
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.schedule import Schedule
-from trainflow.flows.server.serving import _deployment, _forget_planned_runs
+from trainflow.flows.server.serving import OWNER, SERVER_FOLDER, _deployment, _forget_planned_runs
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 
 # prepare and train: what a schedule has to show, in the least time.
@@ -145,32 +144,6 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     assert server.api("GET", f"flow_runs/{failed['id']}")["state"]["type"] == "COMPLETED"
     assert len(trained(store)) == 2
     assert {past.status for past in list_runs(str(store))} == {"FINISHED"}
-
-
-@pytest.mark.timeout(500)
-def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(server: Server, tmp_path: Path) -> None:
-    go = tmp_path / "go"
-    held = f"import pathlib, time\n            while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
-    recipe = toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
-    store, spec = tmp_path / "project" / "store", toy.project(tmp_path / "project", recipe=recipe)
-    retried = ("--pool", "main", "--name", "killed", "--retry-crashed", "1")
-    deployed = deploy(server, spec, *SHORT, *retried)
-    assert deployed.code == 0, deployed.err
-    run = server.run("killed")
-    wait_for("training", lambda: has_begun(store))
-    [process] = [each for each in training() if "prefect.engine" in _line(each)]
-    process.kill()
-    go.touch()
-    [completed] = wait_for("the same run to complete", lambda: server.runs("killed", "COMPLETED"), 300)
-    assert (completed["id"], completed["run_count"]) == (run, 2)
-    states = [state["name"] for state in server.api("GET", f"flow_run_states/?flow_run_id={run}")]
-    assert [state for state in states if state not in ("Scheduled", "Pending", "Submitting")] == [
-        # The worker reports the death twice; the second report takes the run out of no queue.
-        *("Running", "Crashed", "CrashedAtWork", "AwaitingRetry", "Running", "Completed")
-    ]
-    assert (attempts(store, "prepare-data"), attempts(store, "train")) == (1, 2)
-    assert [past.status for past in list_runs(str(store))] == ["FINISHED"]
-    wait_for("the end of what had started", lambda: not training(), 90)
 
 
 def attempts(store: Path, stage: str) -> int:

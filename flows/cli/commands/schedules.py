@@ -101,9 +101,6 @@ class Starts:
     timezone: Annotated[
         str | None, typer.Option(help="Time zone of --cron and --rrule (Europe/Berlin); UTC if unset.")
     ] = None
-    retry_crashed: Annotated[
-        int, typer.Option("--retry-crashed", min=0, max=100, help="How often a run that crashed runs again.")
-    ] = 0
     name: Annotated[str | None, typer.Option(help="Name of the deployment; the pipeline's name if unset.")] = None
 
     def schedule(self) -> Schedule:
@@ -134,7 +131,6 @@ def serve(
         name=starts.name,
         # The console of that moment: from then on what it prints goes to the log as well.
         say=lambda line: terminal.console(quiet=quiet).print(line),
-        retry_crashed=starts.retry_crashed,
     )
 
 
@@ -162,7 +158,7 @@ def deploy(
     from trainflow.flows.server import serving
 
     variables = tuple(job_variable or ())
-    target = serving.Target(pool, create_pool, pool_type, image, variables, limit, starts.retry_crashed)
+    target = serving.Target(pool, create_pool, pool_type, image, variables, limit)
     deployed = serving.deploy(pipeline, schedule, target, name=starts.name)
     return Answer(vars(deployed), deployed.lines)
 

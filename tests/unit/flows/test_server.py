@@ -24,7 +24,7 @@ from tests.support.repository import ROOT
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainflow.flows.pipeline import pipeline
-from trainflow.flows.server import automations, embedded, membership
+from trainflow.flows.server import embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
 from trainflow.flows.server.pools import read_variables, require_type
@@ -156,30 +156,6 @@ def test_imports_are_not_looked_at_inside_a_command_and_are_afterwards(looked_at
     with contextlib.suppress(ValueError), objects_set_aside():
         raise ValueError
     assert gc.get_freeze_count() > 1000
-
-
-def enter_run(monkeypatch: pytest.MonkeyPatch, *, run_count: int, crashes: int) -> None:
-    once = ("Running", "Crashed", "CrashedAtWork", "AwaitingRetry")
-    states = [SimpleNamespace(name=name) for name in (*once * crashes, "Running")]
-    client = SimpleNamespace(read_flow_run_states=lambda _: states)
-    context = SimpleNamespace(flow_run=SimpleNamespace(id="1", run_count=run_count))
-    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: context)
-    monkeypatch.setattr("prefect.client.orchestration.get_client", lambda **_: contextlib.nullcontext(client))
-
-
-@pytest.mark.parametrize(("run_count", "crashes"), [(1, 0), (3, 2), (9, 1)])
-def test_a_run_is_tried_as_often_as_it_may_crash(monkeypatch: pytest.MonkeyPatch, run_count: int, crashes: int) -> None:
-    enter_run(monkeypatch, run_count=run_count, crashes=crashes)
-    automations.require_another_try({automations.CRASHES: "2"})
-    automations.require_another_try({})
-
-
-def test_the_crash_after_the_last_try_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    enter_run(monkeypatch, run_count=4, crashes=3)
-    with pytest.raises(InfrastructureError, match="crashed 3 times"):
-        automations.require_another_try({automations.CRASHES: "2"})
-    # Without a limit nothing is counted: such a run was retried by hand.
-    automations.require_another_try({})
 
 
 DIGITS = Path(__file__).resolve().parents[3] / "examples" / "digits" / "pipeline.yaml"
