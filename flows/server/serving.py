@@ -8,128 +8,33 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import signal
-import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.text import Text
-from typing_extensions import override
 
 from trainer_lib.base.restore_process import variables_kept
-from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.secrets import mask
-from trainer_lib.storage import Store
+from trainer_lib.base.suggestions import suggestion
+from trainer_lib.errors import ConfigError
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.membership import server_folder
-from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from trainflow.flows.server.schedule import Schedule, show_firings
 from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
+from trainflow.flows.spec.spec_file import parse_override_value
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner import Runner
     from prefect.schedules import Schedule as PrefectSchedule
-
-_BYTES = 10 * 2**20
-_KEPT = 5
-
-
-def log_path(storage: str, folder: str | None, name: str) -> Path:
-    """The log file of the deployment `name`: below a local storage, else in `.trainflow` of the spec's folder."""
-    store = Store.open(storage)
-    base = store.local_path() if store.is_local else Path(folder or ".") / ".trainflow"
-    return base / "logs" / f"serve-{name}.log"
-
-
-@contextlib.contextmanager
-def logged(path: Path) -> Iterator[None]:
-    """Inside the block everything that goes to stdout and stderr is written to the file at `path`, too.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=_BYTES, backupCount=_KEPT, encoding="utf-8", delay=False)
-    except OSError as error:
-        raise StorageError(
-            f"The log cannot be written: {error.strerror or error}.",
-            field=str(path),
-            remedy="Choose a storage that this user may write.",
-        ) from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    # A full disk must not end the serving process.
-    handler.handleError = lambda record: None  # type: ignore[method-assign]
-    out, err = _Tee(sys.stdout, handler), _Tee(sys.stderr, handler)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield
-    finally:
-        out.end_line()
-        err.end_line()
-        handler.close()
-
-
-class _Tee(io.TextIOBase):
-    """A stream that passes on what is written, and adds whole lines to a log."""
-
-    def __init__(self, stream: TextIO, handler: logging.Handler) -> None:
-        self._stream = stream
-        self._handler = handler
-        self._line = ""
-        # Prefect writes what runs print from threads.
-        self._lock = threading.Lock()
-
-    @override
-    def write(self, text: str, /) -> int:
-        with self._lock:
-            self._stream.write(text)
-            *lines, self._line = (self._line + text).split("\n")
-            for line in lines:
-                self._add(line)
-        return len(text)
-
-    @override
-    def flush(self) -> None:
-        self._stream.flush()
-
-    @override
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @override
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream, which rich asks for."""
-        return self._stream.encoding
-
-    def end_line(self) -> None:
-        """Add what was written without an end of line."""
-        with self._lock:
-            if self._line:
-                self._add(self._line)
-                self._line = ""
-
-    def _add(self, line: str) -> None:
-        # A terminal's colours say nothing in a file.
-        plain = Text.from_ansi(line.rstrip("\r")).plain
-        self._handler.handle(logging.makeLogRecord({"msg": mask(plain), "levelno": logging.INFO}))
-
 
 # Variables of the processes of runs that are served; absent in those of a work pool's worker.
 OWNER = "TRAINFLOW_SERVED_BY"
@@ -141,6 +46,12 @@ _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 _END_S = 90.0
 # How many of the next firing times are shown.
 _SHOWN = 3
+# The types of work pools, and what starts their workers besides the pool's name.
+_WORKERS = {
+    "process": "",
+    "docker": " --type docker   # needs pip install prefect-docker",
+    "kubernetes": " --type kubernetes   # needs pip install prefect-kubernetes",
+}
 
 
 def serve(
@@ -158,9 +69,7 @@ def serve(
     """
     when = schedule.prefect()
     name = name or spec.name
-    path = log_path(spec.storage, spec.folder, name)
     with (
-        logged(path),
         prefect_api() as url,
         _environment(url),
         tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder,
@@ -178,7 +87,6 @@ def serve(
             say(show_firings(dates))
         else:
             say(_how_to_start(name, is_embedded=server_folder(url) is not None))
-        say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
         with contextlib.chdir(folder):
             asyncio.run(_until_signalled(runner, say))
@@ -248,16 +156,12 @@ class Target:
 
     Attributes:
         pool: the work pool.
-        create_pool: create it if it does not exist.
-        pool_type: what it has to be; None: what it is, or a new one of processes.
         image: the container that runs it, for pools of type docker and kubernetes.
         variables: further job variables, as NAME=VALUE.
         limit: how many of its runs may be at work at once, the others wait; None: any number.
     """
 
     pool: str
-    create_pool: bool = False
-    pool_type: str | None = None
     image: str | None = None
     variables: Sequence[str] = ()
     limit: int | None = None
@@ -293,24 +197,23 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
     """Register the pipeline with a work pool of the configured server.
 
     Raises:
-        ConfigError: no server is configured, or the pool is absent or of another type.
+        ConfigError: no server is configured, the pool is absent or of an unknown type, or a job variable cannot work.
     """
     when = schedule.prefect()
     name = name or spec.name
-    wanted = None if target.pool_type is None else require_type(target.pool_type)
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
 
         with get_client(sync_client=True) as client:
-            kind, template = require_pool(client, target.pool, wanted, create=target.create_pool)
-        variables = read_variables(target.variables, target.image, kind, template, _RUN_ENVIRONMENT)
+            kind, template = _require_pool(client, target.pool)
+        variables = read_variables(target.variables, target.image, kind, template)
         _forget_planned_runs(name)
         _deployment(
             spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
         ).apply(image=variables.get("image"))
     commands = {
-        "a worker": start_command(target.pool, kind),
+        "a worker": f"prefect worker start --pool {target.pool}{_WORKERS[kind]}",
         "a run now": f"prefect deployment run {FLOW}/{name}",
     }
     dates = schedule.next_firings(_SHOWN)
@@ -319,11 +222,89 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         target.pool,
         str(schedule),
         show_firings(dates) if dates else "",
-        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"
-        if kind in IN_CONTAINERS
-        else "",
+        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}" if kind != "process" else "",
         commands,
     )
+
+
+def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
+    """The type and the base job template of a work pool.
+
+    Raises:
+        ConfigError: the pool is absent, or of a type that is not known here.
+    """
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        found = client.read_work_pool(name)
+    except ObjectNotFound as error:
+        remedy = f"Create it: prefect work-pool create --type process {name}"
+        raise ConfigError("This work pool does not exist.", field="--pool", value=name, remedy=remedy) from error
+    if found.type not in _WORKERS:
+        raise ConfigError(
+            f"This work pool is of type {found.type}; trainflow deploys to pools of type {', '.join(_WORKERS)}.",
+            field="--pool",
+            value=name,
+            remedy="Name another one: prefect work-pool create --type process NAME",
+        )
+    return found.type, found.base_job_template
+
+
+def read_variables(
+    given: Sequence[str], image: str | None, pool_type: str, template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The job variables of a deployment, from ``--job-variable NAME=VALUE`` and ``--image``.
+
+    Args:
+        template: the pool's base job template, which says what variables there are.
+
+    Raises:
+        ConfigError: the pool has no such variable, or an image is missing or has no meaning.
+    """
+    known = template.get("variables", {}).get("properties", {})
+    found = dict(_read_variable(text, known) for text in given)
+    if image is not None:
+        if pool_type == "process":
+            raise ConfigError(
+                "A pool of processes starts no container.",
+                field="--image",
+                value=image,
+                remedy="Leave --image out, or name a pool of type docker or kubernetes.",
+            )
+        found["image"] = image
+    if pool_type != "process" and not found.get("image"):
+        raise ConfigError(
+            "The run needs an image with trainflow and the project in it.",
+            field="--image",
+            remedy="Build one from deployments/Dockerfile, and name it: --image registry.example/digits:1",
+        )
+    own = found.get("env") if isinstance(found.get("env"), dict) else {}
+    return {**found, "env": {**(own or {}), **_RUN_ENVIRONMENT}}
+
+
+def _read_variable(text: str, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """The name and the value in ``NAME=VALUE``; where the pool says what it knows, one of its variables."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(
+            "A job variable has the form NAME=VALUE.",
+            field="--job-variable",
+            value=text,
+            remedy="Write for example --job-variable image_pull_policy=Always.",
+        )
+    if known and name not in known:
+        raise ConfigError(
+            "The work pool has no such variable.",
+            field="--job-variable",
+            value=name,
+            remedy=suggestion(name, sorted(known)),
+        )
+    try:
+        return name, parse_override_value(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"This is not a value: {error}.", field="--job-variable", value=text, remedy="Quote it for the shell."
+        ) from error
 
 
 def _require_server() -> None:

@@ -95,18 +95,13 @@ class Starts:
     interval: Annotated[
         str | None, typer.Option(help="Time from one scheduled run to the next: 3600 (seconds), 12h, 1d.")
     ] = None
-    rrule: Annotated[
-        str | None, typer.Option("--rrule", help='A recurrence rule: "FREQ=WEEKLY;BYDAY=MO;BYHOUR=3".')
-    ] = None
-    timezone: Annotated[
-        str | None, typer.Option(help="Time zone of --cron and --rrule (Europe/Berlin); UTC if unset.")
-    ] = None
+    timezone: Annotated[str | None, typer.Option(help="Time zone of --cron (Europe/Berlin); UTC if unset.")] = None
     name: Annotated[str | None, typer.Option(help="Name of the deployment; the pipeline's name if unset.")] = None
 
     def schedule(self) -> Schedule:
         """The schedule, if it has one."""
         interval_s = read_interval(self.interval)
-        return Schedule(cron=self.cron, interval_s=interval_s, timezone=self.timezone, rrule=self.rrule)
+        return Schedule(cron=self.cron, interval_s=interval_s, timezone=self.timezone)
 
 
 @command("""
@@ -129,8 +124,7 @@ def serve(
         pipeline,
         schedule,
         name=starts.name,
-        # The console of that moment: from then on what it prints goes to the log as well.
-        say=lambda line: terminal.console(quiet=quiet).print(line),
+        say=terminal.console(quiet=quiet).print,
     )
 
 
@@ -139,11 +133,7 @@ def deploy(
     form: Form,
     words: SpecWords,
     starts: Starts,
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
-    create_pool: Annotated[bool, typer.Option("--create-pool", help="Create the pool if it does not exist.")] = False,
-    pool_type: Annotated[
-        str | None, typer.Option("--pool-type", help="What the pool starts: process, docker or kubernetes.")
-    ] = None,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")],
     image: Annotated[str | None, typer.Option(help="Image of the runs, for pools of docker and kubernetes.")] = None,
     job_variable: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the pool's jobs; repeatable.")
@@ -157,8 +147,7 @@ def deploy(
     pipeline = words.load()
     from trainflow.flows.server import serving
 
-    variables = tuple(job_variable or ())
-    target = serving.Target(pool, create_pool, pool_type, image, variables, limit)
+    target = serving.Target(pool, image, tuple(job_variable or ()), limit)
     deployed = serving.deploy(pipeline, schedule, target, name=starts.name)
     return Answer(vars(deployed), deployed.lines)
 

@@ -8,7 +8,6 @@ import gc
 import http.server
 import json
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -22,14 +21,13 @@ from prefect import Flow
 
 from tests.support.repository import ROOT
 from trainer_lib.base.restore_process import objects_set_aside
-from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.errors import ConfigError, InfrastructureError
 from trainflow.flows.pipeline import pipeline
 from trainflow.flows.server import embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
-from trainflow.flows.server.pools import read_variables, require_type
 from trainflow.flows.server.schedule import Schedule, read_interval, show_firings
-from trainflow.flows.server.serving import log_path, logged
+from trainflow.flows.server.serving import read_variables
 from trainflow.flows.spec.spec import load_spec
 
 
@@ -173,9 +171,6 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules
-DAILY, WEEKLY = "0 3 * * *", "FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECOND=0"
-
-
 @pytest.mark.parametrize(
     ("given", "dates"),
     [
@@ -183,7 +178,6 @@ DAILY, WEEKLY = "0 3 * * *", "FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECO
             {"cron": "0 3 * * *", "timezone": "Europe/Berlin"},
             "Mon 2026-11-23 03:00:00 CET, Tue 2026-11-24 03:00:00 CET",
         ),
-        ({"rrule": WEEKLY}, "Mon 2026-11-23 03:00:00 UTC, Thu 2026-11-26 03:00:00 UTC"),
         ({"interval_s": 3600, "anchor": NOON}, "Sun 2026-11-22 12:00:00 UTC, Sun 2026-11-22 13:00:00 UTC"),
     ],
 )
@@ -198,12 +192,8 @@ def test_the_next_firings_are_known_before_the_server_is(given: dict[str, Any], 
     ("given", "field", "words"),
     [
         ({"cron": "0 3 * * *", "interval_s": 5.0}, "--interval", "one of --cron and --interval"),
-        ({"cron": "0 3 * * *", "rrule": "FREQ=DAILY"}, "--rrule", "one of --cron and --rrule"),
         ({"cron": "3 o'clock"}, "--cron", "cron's notation"),
         ({"cron": "0 0 31 2 *"}, "--cron", "No run would ever start"),
-        ({"rrule": "FREQ=SOMETIMES"}, "--rrule", "not a recurrence rule"),
-        ({"rrule": "daily"}, "--rrule", "not a recurrence rule"),
-        ({"rrule": "DTSTART:20200101T000000\nRRULE:FREQ=DAILY;COUNT=2"}, "--rrule", "No run would ever start"),
         ({"cron": "0 3 * * *", "timezone": "Europe/Berln"}, "--timezone", "time zone does not exist"),
         ({"timezone": "../etc/passwd"}, "--timezone", "time zone does not exist"),
     ],
@@ -226,35 +216,12 @@ def test_intervals_that_are_not_durations_are_refused() -> None:
     assert [read_interval(text) for text in ("12h", "3600", None)] == [43_200, 3600, None]
 
 
-# ----------------------------------------------------------------------------------------------------------------- log
-def test_what_serve_and_its_runs_print_is_kept_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI-K7MDENG")
-    path = log_path(str(tmp_path), None, "toy")
-    assert path == tmp_path / "logs" / "serve-toy.log"
-    assert log_path("s3://bucket/x", "/spec", "toy") == Path("/spec/.trainflow/logs/serve-toy.log")
-    with logged(path):
-        sys.stdout.write("one\ntw")
-        sys.stdout.write("o\n\x1b[31mred\x1b[0m\nkey wJalrXUtnFEMI-K7MDENG\nlast")
-        sys.stderr.write("wrong\n")
-    lines = [line[24:] for line in path.read_text().splitlines()]
-    assert lines[:3] == ["one", "two", "red"]
-    assert sorted(lines[3:]) == ["key ***", "last", "wrong"]
-    shown = capsys.readouterr()
-    assert shown.out.startswith("one\ntwo\n")
-    assert shown.err == "wrong\n"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="log cannot be written"), logged(tmp_path / "file" / "serve-toy.log"):
-        pass
-
-
 # --------------------------------------------------------------------------------------------------------------- pools
 TEMPLATE = json.loads((ROOT / "deployments" / "kubernetes-pool.json").read_text())
 
 
 def test_job_variables_are_those_of_the_pool() -> None:
-    found = read_variables(["gpus=4", "env={A: b}"], "image:1", "kubernetes", TEMPLATE, {"PYTHONSAFEPATH": "1"})
+    found = read_variables(["gpus=4", "env={A: b}"], "image:1", "kubernetes", TEMPLATE)
     assert found == {"gpus": 4, "image": "image:1", "env": {"A": "b", "PYTHONSAFEPATH": "1"}}
 
 
@@ -270,7 +237,5 @@ def test_job_variables_are_those_of_the_pool() -> None:
 )
 def test_job_variables_that_cannot_work_are_refused(given: list[str], image: str | None, kind: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        read_variables(given, image, kind, TEMPLATE, {})
+        read_variables(given, image, kind, TEMPLATE)
     assert words in f"{refused.value.message} {refused.value.remedy}"
-    with pytest.raises(ConfigError, match="kubernetes"):
-        require_type("kubernets")
