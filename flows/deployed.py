@@ -28,7 +28,7 @@ from trainflow.flows.cli.presentation import summary
 from trainflow.flows.records.ending import expect_until_exit
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.server import embedded
-from trainflow.flows.server.serving import OWNER, SERVER_FOLDER
+from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, require_another_try
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
 
@@ -54,6 +54,7 @@ def pipeline(
         debug: keep the workers' run files, and show tracebacks.
     """
     prepare_run_process()
+    require_another_try()
     try:
         # The plain function: a flow inside of a flow would be a run of its own.
         ended = _plain.pipeline.fn(spec, only=only, start=start, force=force, from_run=from_run, debug=debug)

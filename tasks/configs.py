@@ -21,6 +21,7 @@ from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, is_less
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import StopEarly
+from trainflow.tasks.settings.benchmark_settings import BenchmarkList
 from trainflow.tasks.settings.keyed_settings import Affects as Affects
 from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettings
 from trainflow.tasks.settings.keyed_settings import RecipePath, refuse_unknown
@@ -329,6 +330,18 @@ class EvaluateConfig(StageSettings):
         default=True,
         description="Show inputs of hardest, sample and confused rows in report and MLflow, as text or thumbnail. "
         "false keeps private data out.",
+    )
+    importance_seconds: float = setting(
+        affects="result",
+        default=10.0,
+        ge=0,
+        description="The most time per split for the importance of a table's columns, by permutation; 0: none.",
+    )
+    benchmarks: BenchmarkList = setting(
+        affects="result",
+        default_factory=list,
+        description="Benchmarks of a language model: tasks of lm-eval by name, task files or folders of them from the "
+        "spec's folder, or {task, fewshot, limit, chat}. Metrics are <task>_<metric>, with intervals.",
     )
     rows_per_range: int = setting(
         affects="result", default=10_000, ge=1, description="Rows of a range, where the recipe has metric_sums."

@@ -52,7 +52,9 @@ def evaluate(
             metrics=read_metrics(config.metrics),
             slices=tuple(config.slices),
             show_inputs=config.show_inputs,
+            importance_seconds=config.importance_seconds,
             rows_per_range=config.rows_per_range,
+            benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
         ),
         carry_out=partial(_measure, config),
     )

@@ -42,6 +42,7 @@ _COMMANDS = {
     "sync": "registry:sync",
     "serve": "schedules:serve",
     "deploy": "schedules:deploy",
+    "watch": "schedules:watch",
     "follow": "schedules:follow",
     "mix": "schedules:mix",
     "join": "execution:join",

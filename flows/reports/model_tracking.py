@@ -82,6 +82,7 @@ def _log_outcome(run: TrackedRun, outcome: Outcome) -> list[str]:
     columns = [*columns, "residual" if residual else "right"]
     tables = {split: (columns, rows), f"hardest-{split}": outcome.hardest(), f"confused-{split}": outcome.confusions()}
     shown = {name: outcome.with_inputs(table) for name, table in tables.items()}
+    shown |= {f"importance-{split}": outcome.importance(), f"weak-{split}": outcome.weak_groups()}
     return [_log_table(run, name, *table) for name, table in shown.items() if table[1]]
 
 

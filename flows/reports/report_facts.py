@@ -78,6 +78,8 @@ def describe_outcomes(outcomes: Sequence[Outcome]) -> list[Section]:
         Section("Calibration", draw("reliability", Outcome.describe_calibration), sure),
         Section("ROC and precision-recall", curves, threshold),
         Section("Residuals", draw("residuals", Outcome.describe_residuals), off),
+        Section("Importance of columns", _tables(outcomes, Outcome.importance, Outcome.describe_importance)),
+        Section("Weakest subgroups", _tables(outcomes, Outcome.weak_groups, Outcome.describe_weak_groups)),
         Section("Hardest rows", _tables(outcomes, Outcome.hardest, most=_HARDEST, shows_input=True)),
         Section("Most frequent confusions", _tables(outcomes, Outcome.confusions, shows_input=True)),
         Section("Sample predictions", _tables(outcomes, Outcome.samples, shows_input=True)),
@@ -87,22 +89,24 @@ def describe_outcomes(outcomes: Sequence[Outcome]) -> list[Section]:
 def _tables(
     outcomes: Iterable[Outcome],
     choose: Callable[[Outcome], Table],
+    describe: Callable[[Outcome], str] = lambda _: "",
     *,
     most: int = _COLUMNS,
     shows_input: bool = False,
 ) -> list[Panel]:
-    """Some rows of the splits, with their inputs where these are shown."""
+    """Some rows of the splits, below sentences about them, with their inputs where these are shown."""
     panels = []
     for outcome in outcomes:
         columns, rows = choose(outcome)
+        note = describe(outcome)
         with_input = shows_input and bool(outcome.found.get("inputs"))
         cells = [
             [*map(number_text, row), *([_show_input(outcome.input_of(row[0]))] if with_input else [])]
             for row in rows[:most]
         ]
-        if cells:
+        if note or cells:
             head = [*columns, "input"] if with_input else columns
-            panels.append(Panel(outcome.split, columns=head, rows=cells))
+            panels.append(Panel(outcome.split, note, columns=head, rows=cells))
     return panels
 
 

@@ -1,4 +1,4 @@
-"""When a deployment runs by itself: by cron or at an interval; checked before Prefect's server sees it."""
+"""When a deployment runs by itself: by cron, at an interval or by an RRule; checked before Prefect's server sees it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,34 @@ if TYPE_CHECKING:
     from prefect.schedules import Schedule as PrefectSchedule
 
 _CRON = "Five fields: minute hour day-of-month month day-of-week, such as '0 3 * * *'."
+_RRULE = "Write a rule of RFC 5545, such as 'FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECOND=0'."
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a deployment runs by itself: by `cron`, every `interval_s` seconds, or never.
+    """When a deployment runs by itself: by `cron`, by `rrule`, every `interval_s` seconds, or never.
 
     Raises:
-        ConfigError: both are given, or the time zone is unknown. (That cron's notation can be read is checked by
+        ConfigError: more than one of them is given, or the time zone is unknown. (That a rule can be read is checked by
             `prefect`.)
     """
 
     cron: str | None = None
     interval_s: float | None = None
     timezone: str | None = None
+    rrule: str | None = None
     anchor: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     def __post_init__(self) -> None:
-        if self.cron is not None and self.interval_s is not None:
-            what = "A schedule is one of --cron and --interval."
-            raise ConfigError(what, field="--interval", value=self.interval_s, remedy="Keep one.")
+        given = {"--cron": self.cron, "--rrule": self.rrule, "--interval": self.interval_s}
+        chosen = [name for name, value in given.items() if value is not None]
+        if len(chosen) > 1:
+            raise ConfigError(
+                f"A schedule is one of {', '.join(chosen[:-1])} and {chosen[-1]}.",
+                field=chosen[-1],
+                value=given[chosen[-1]],
+                remedy="Keep one.",
+            )
         if self.timezone is not None:
             try:
                 ZoneInfo(self.timezone)
@@ -51,29 +59,35 @@ class Schedule:
     def __str__(self) -> str:
         if self.cron is not None:
             return f"cron {self.cron} ({self.timezone or 'UTC'})"
+        if self.rrule is not None:
+            return f"rule {self.rrule} ({self.timezone or 'UTC'})"
         return "no schedule" if self.interval_s is None else f"every {describe(timedelta(seconds=self.interval_s))}"
 
     def prefect(self) -> PrefectSchedule | None:
         """This schedule as Prefect's own object; None without a schedule.
 
         Raises:
-            ConfigError: its notation cannot be read, or no run would ever start by it.
+            ConfigError: a rule cannot be read, or no run would ever start by it.
         """
-        from prefect.schedules import Cron, Interval
+        from prefect.schedules import Cron, Interval, RRule
 
-        # Computed once here, so that one without a firing is refused and not deployed.
+        # Computed once here, so that a rule without a firing is refused and not deployed.
         if self._checked() is not None and not self.next_firings(1):
-            what = "No run would ever start by this schedule."
-            raise ConfigError(what, field="--cron", value=self.cron, remedy="Give one with a future.")
+            name, value = ("--cron", self.cron) if self.cron is not None else ("--rrule", self.rrule)
+            raise ConfigError(
+                "No run would ever start by this schedule.", field=name, value=value, remedy="Give one with a future."
+            )
         if self.interval_s is not None:
             return Interval(self.interval_s, timezone=self.timezone, anchor_date=self.anchor)
+        if self.rrule is not None:
+            return RRule(self.rrule, timezone=self.timezone)
         return None if self.cron is None else Cron(self.cron, timezone=self.timezone)
 
     def next_firings(self, count: int, after: datetime | None = None) -> list[datetime]:
         """The next times at which a run starts, in the schedule's time zone; none without a schedule.
 
         Raises:
-            ConfigError: its notation cannot be read.
+            ConfigError: a rule cannot be read.
         """
         schedule = self._checked()
         if schedule is None:
@@ -87,17 +101,25 @@ class Schedule:
 
     def _checked(self) -> Any:
         """The schedule as Prefect's server computes its dates; None without one."""
-        from prefect.server.schemas.schedules import CronSchedule, IntervalSchedule
+        from prefect.server.schemas.schedules import CronSchedule, IntervalSchedule, RRuleSchedule
 
         zone = self.timezone or "UTC"
         if self.interval_s is not None:
             given = {"interval": self.interval_s, "anchor_date": self.anchor, "timezone": zone}
             return IntervalSchedule.model_validate(given)
         try:
+            if self.rrule is not None:
+                return RRuleSchedule(rrule=self.rrule, timezone=zone)
             return None if self.cron is None else CronSchedule(cron=self.cron, timezone=zone)
-        except ValueError as error:
-            what = "This is not a schedule in cron's notation."
-            raise ConfigError(what, field="--cron", value=self.cron, remedy=_CRON) from error
+        # dateutil stumbles over some texts.
+        except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+            is_cron = self.rrule is None
+            raise ConfigError(
+                "This is not a schedule in cron's notation." if is_cron else "This is not a recurrence rule.",
+                field="--cron" if is_cron else "--rrule",
+                value=self.cron if is_cron else self.rrule,
+                remedy=_CRON if is_cron else _RRULE,
+            ) from error
 
 
 def read_interval(text: str | None, *, option: str = "--interval", least_s: float = 1.0) -> float | None:

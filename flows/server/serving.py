@@ -8,50 +8,141 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import io
 import logging
 import os
+import shlex
 import signal
+import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from logging.handlers import RotatingFileHandler
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 from rich.text import Text
+from typing_extensions import override
 
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.secrets import mask
+from trainer_lib.storage import Store
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
+from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
+from trainflow.flows.server.new_data import EVERY_S, Watch
+from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from trainflow.flows.server.schedule import Schedule, show_firings
-from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
-from trainflow.flows.spec.spec_file import parse_override_value
+from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
 
 if TYPE_CHECKING:
-    from prefect.client.orchestration import SyncPrefectClient
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner import Runner
     from prefect.schedules import Schedule as PrefectSchedule
 
-# Variables of the processes of runs that are served; absent in those of a work pool's worker.
-OWNER = "TRAINFLOW_SERVED_BY"
-SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
+_BYTES = 10 * 2**20
+_KEPT = 5
+
+
+def log_path(storage: str, folder: str | None, name: str) -> Path:
+    """The log file of the deployment `name`: below a local storage, else in `.trainflow` of the spec's folder."""
+    store = Store.open(storage)
+    base = store.local_path() if store.is_local else Path(folder or ".") / ".trainflow"
+    return base / "logs" / f"serve-{name}.log"
+
+
+@contextlib.contextmanager
+def logged(path: Path) -> Iterator[None]:
+    """Inside the block everything that goes to stdout and stderr is written to the file at `path`, too.
+
+    Raises:
+        StorageError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = RotatingFileHandler(path, maxBytes=_BYTES, backupCount=_KEPT, encoding="utf-8", delay=False)
+    except OSError as error:
+        raise StorageError(
+            f"The log cannot be written: {error.strerror or error}.",
+            field=str(path),
+            remedy="Choose a storage that this user may write.",
+        ) from error
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+    # A full disk must not end the serving process.
+    handler.handleError = lambda record: None  # type: ignore[method-assign]
+    out, err = _Tee(sys.stdout, handler), _Tee(sys.stderr, handler)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            yield
+    finally:
+        out.end_line()
+        err.end_line()
+        handler.close()
+
+
+class _Tee(io.TextIOBase):
+    """A stream that passes on what is written, and adds whole lines to a log."""
+
+    def __init__(self, stream: TextIO, handler: logging.Handler) -> None:
+        self._stream = stream
+        self._handler = handler
+        self._line = ""
+        # Prefect writes what runs print from threads.
+        self._lock = threading.Lock()
+
+    @override
+    def write(self, text: str, /) -> int:
+        with self._lock:
+            self._stream.write(text)
+            *lines, self._line = (self._line + text).split("\n")
+            for line in lines:
+                self._add(line)
+        return len(text)
+
+    @override
+    def flush(self) -> None:
+        self._stream.flush()
+
+    @override
+    def isatty(self) -> bool:
+        return self._stream.isatty()
+
+    @override
+    def fileno(self) -> int:
+        return self._stream.fileno()
+
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        """That of the stream, which rich asks for."""
+        return self._stream.encoding
+
+    def end_line(self) -> None:
+        """Add what was written without an end of line."""
+        with self._lock:
+            if self._line:
+                self._add(self._line)
+                self._line = ""
+
+    def _add(self, line: str) -> None:
+        # A terminal's colours say nothing in a file.
+        plain = Text.from_ansi(line.rstrip("\r")).plain
+        self._handler.handle(logging.makeLogRecord({"msg": mask(plain), "levelno": logging.INFO}))
+
+
 _ENTRYPOINT = "trainflow.flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
 _RUN_ENVIRONMENT = {"PYTHONSAFEPATH": "1"}
 # Seconds that a run may take to save and end: longer than the stages' own grace.
 _END_S = 90.0
-# How many of the next firing times are shown.
+# How many of the next firing times are shown, and seconds that the end waits for a look at watched data.
 _SHOWN = 3
-# The types of work pools, and what starts their workers besides the pool's name.
-_WORKERS = {
-    "process": "",
-    "docker": " --type docker   # needs pip install prefect-docker",
-    "kubernetes": " --type kubernetes   # needs pip install prefect-kubernetes",
-}
+_WATCH_END_S = 5.0
 
 
 def serve(
@@ -60,18 +151,29 @@ def serve(
     *,
     name: str | None,
     say: Callable[[str], object],
+    watch: str | None = None,
+    watch_every_s: float = EVERY_S,
+    retry_crashed: int = 0,
 ) -> None:
     """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
 
     The schedule is paused when the process ends, so no runs pile up while no process would run them.
 
     Args:
+        watch: folder or URL; a run starts when its listing changes.
+        watch_every_s: seconds between two looks at it.
+        retry_crashed: how often a run that crashed runs again.
     """
     when = schedule.prefect()
     name = name or spec.name
+    watching = None if watch is None else Watch(watch, f"{FLOW}/{name}", spec, say)
+    if watching is not None:
+        watching.require_listable()
+    path = log_path(spec.storage, spec.folder, name)
     with (
+        logged(path),
         prefect_api() as url,
-        _environment(url),
+        _environment(url, run_environment(retry_crashed)),
         tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder,
     ):
         from prefect.runner import Runner
@@ -81,14 +183,16 @@ def serve(
         runner = Runner(name=name, limit=1, pause_on_shutdown=True)
         # By its entrypoint: the flow object itself would be pickled into the runs' processes.
         _forget_planned_runs(name)
-        runner.add_deployment(_deployment(spec, name, when))
+        deployment_id = runner.add_deployment(_deployment(spec, name, when))
+        set_retries(deployment_id, name, retry_crashed, by_worker=False)
         say(f"Serving {FLOW}/{name}: {schedule}. Ctrl-C ends it.")
         if dates := schedule.next_firings(_SHOWN):
             say(show_firings(dates))
-        else:
+        elif watching is None:
             say(_how_to_start(name, is_embedded=server_folder(url) is not None))
+        say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
-        with contextlib.chdir(folder):
+        with contextlib.chdir(folder), _watched(watching, watch_every_s):
             asyncio.run(_until_signalled(runner, say))
 
 
@@ -97,6 +201,55 @@ def _how_to_start(name: str, *, is_embedded: bool) -> str:
     if is_embedded:
         return f"Start a run: trainflow ui SPEC, and on Prefect's page Deployments, {name}, Run."
     return f"Start a run: prefect deployment run {FLOW}/{name}"
+
+
+@contextlib.contextmanager
+def _watched(watching: Watch | None, every_s: float) -> Iterator[None]:
+    """Inside the block, look for new data in the background."""
+    if watching is None:
+        yield
+        return
+    watching.say(f"Watching {watching.url}: new data there starts a run.")
+    done = threading.Event()
+    thread = threading.Thread(target=watching.run, args=(done, every_s), name="trainflow-watch", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        # A look at a store that is away takes as long as its timeouts; it changes nothing any more.
+        thread.join(_WATCH_END_S)
+
+
+def watch_for(
+    url: str, deployment: str, *, every_s: float, say: Callable[[str], object], done: threading.Event
+) -> None:
+    """Look for new data under `url` until `done` is set, and start the deployment on the configured server.
+
+    Raises:
+        ConfigError: no server is configured, there is no such deployment, or the URL cannot be listed.
+    """
+    _require_server()
+    with prefect_api():
+        from prefect.client.orchestration import get_client
+        from prefect.exceptions import ObjectNotFound
+
+        full = deployment if "/" in deployment else f"{FLOW}/{deployment}"
+        with get_client(sync_client=True) as client:
+            try:
+                found = client.read_deployment_by_name(full)
+            except (ObjectNotFound, ValueError) as error:
+                known = [served.name for served in client.read_deployments()]
+                raise ConfigError(
+                    "This deployment does not exist.",
+                    field="DEPLOYMENT",
+                    value=deployment,
+                    remedy=suggestion(full.partition("/")[2], known) if known else "Make it: trainflow deploy SPEC.",
+                ) from error
+        watching = Watch(url, full, parse_spec(found.parameters["spec"]), say)
+        watching.require_listable()
+        say(f"Watching {url} for {full}, every {every_s:g} s. Ctrl-C ends it.")
+        watching.run(done, every_s)
 
 
 async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None:
@@ -142,11 +295,11 @@ def _runs() -> set[psutil.Process]:
 
 
 @contextlib.contextmanager
-def _environment(url: str) -> Iterator[None]:
+def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
     """Inside the block, set the variables that the processes of runs inherit."""
     folder = server_folder(url)
-    place = {SERVER_FOLDER: str(folder)} if folder else {}
-    with variables_kept({**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **place}):
+    own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
+    with variables_kept({**own, **more}):
         yield
 
 
@@ -156,15 +309,23 @@ class Target:
 
     Attributes:
         pool: the work pool.
+        create_pool: create it if it does not exist.
+        pool_type: what it has to be; None: what it is, or a new one of processes.
         image: the container that runs it, for pools of type docker and kubernetes.
         variables: further job variables, as NAME=VALUE.
         limit: how many of its runs may be at work at once, the others wait; None: any number.
+        retry_crashed: how often a run that crashed runs again.
+        watch: folder or URL that is to be watched; None: none.
     """
 
     pool: str
+    create_pool: bool = False
+    pool_type: str | None = None
     image: str | None = None
     variables: Sequence[str] = ()
     limit: int | None = None
+    retry_crashed: int = 0
+    watch: str | None = None
 
 
 @dataclass(frozen=True)
@@ -197,114 +358,43 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
     """Register the pipeline with a work pool of the configured server.
 
     Raises:
-        ConfigError: no server is configured, the pool is absent or of an unknown type, or a job variable cannot work.
+        ConfigError: no server is configured, or the pool is absent or of another type.
     """
     when = schedule.prefect()
     name = name or spec.name
+    wanted = None if target.pool_type is None else require_type(target.pool_type)
+    if target.watch is not None:
+        Watch(target.watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
 
         with get_client(sync_client=True) as client:
-            kind, template = _require_pool(client, target.pool)
-        variables = read_variables(target.variables, target.image, kind, template)
+            kind, template = require_pool(client, target.pool, wanted, create=target.create_pool)
+        env = {**_RUN_ENVIRONMENT, **run_environment(target.retry_crashed)}
+        variables = read_variables(target.variables, target.image, kind, template, env)
         _forget_planned_runs(name)
-        _deployment(
+        deployed = _deployment(
             spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
         ).apply(image=variables.get("image"))
+        set_retries(deployed, name, target.retry_crashed, by_worker=True)
     commands = {
-        "a worker": f"prefect worker start --pool {target.pool}{_WORKERS[kind]}",
+        "a worker": start_command(target.pool, kind),
         "a run now": f"prefect deployment run {FLOW}/{name}",
     }
+    if target.watch is not None:
+        commands["new data"] = f"trainflow watch {shlex.quote(target.watch)} {FLOW}/{name}"
     dates = schedule.next_firings(_SHOWN)
     return Deployed(
         f"{FLOW}/{name}",
         target.pool,
         str(schedule),
         show_firings(dates) if dates else "",
-        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}" if kind != "process" else "",
+        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"
+        if kind in IN_CONTAINERS
+        else "",
         commands,
     )
-
-
-def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
-    """The type and the base job template of a work pool.
-
-    Raises:
-        ConfigError: the pool is absent, or of a type that is not known here.
-    """
-    from prefect.exceptions import ObjectNotFound
-
-    try:
-        found = client.read_work_pool(name)
-    except ObjectNotFound as error:
-        remedy = f"Create it: prefect work-pool create --type process {name}"
-        raise ConfigError("This work pool does not exist.", field="--pool", value=name, remedy=remedy) from error
-    if found.type not in _WORKERS:
-        raise ConfigError(
-            f"This work pool is of type {found.type}; trainflow deploys to pools of type {', '.join(_WORKERS)}.",
-            field="--pool",
-            value=name,
-            remedy="Name another one: prefect work-pool create --type process NAME",
-        )
-    return found.type, found.base_job_template
-
-
-def read_variables(
-    given: Sequence[str], image: str | None, pool_type: str, template: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The job variables of a deployment, from ``--job-variable NAME=VALUE`` and ``--image``.
-
-    Args:
-        template: the pool's base job template, which says what variables there are.
-
-    Raises:
-        ConfigError: the pool has no such variable, or an image is missing or has no meaning.
-    """
-    known = template.get("variables", {}).get("properties", {})
-    found = dict(_read_variable(text, known) for text in given)
-    if image is not None:
-        if pool_type == "process":
-            raise ConfigError(
-                "A pool of processes starts no container.",
-                field="--image",
-                value=image,
-                remedy="Leave --image out, or name a pool of type docker or kubernetes.",
-            )
-        found["image"] = image
-    if pool_type != "process" and not found.get("image"):
-        raise ConfigError(
-            "The run needs an image with trainflow and the project in it.",
-            field="--image",
-            remedy="Build one from deployments/Dockerfile, and name it: --image registry.example/digits:1",
-        )
-    own = found.get("env") if isinstance(found.get("env"), dict) else {}
-    return {**found, "env": {**(own or {}), **_RUN_ENVIRONMENT}}
-
-
-def _read_variable(text: str, known: Mapping[str, Any]) -> tuple[str, Any]:
-    """The name and the value in ``NAME=VALUE``; where the pool says what it knows, one of its variables."""
-    name, equals, value = text.partition("=")
-    if not equals or not name:
-        raise ConfigError(
-            "A job variable has the form NAME=VALUE.",
-            field="--job-variable",
-            value=text,
-            remedy="Write for example --job-variable image_pull_policy=Always.",
-        )
-    if known and name not in known:
-        raise ConfigError(
-            "The work pool has no such variable.",
-            field="--job-variable",
-            value=name,
-            remedy=suggestion(name, sorted(known)),
-        )
-    try:
-        return name, parse_override_value(value)
-    except ValueError as error:
-        raise ConfigError(
-            f"This is not a value: {error}.", field="--job-variable", value=text, remedy="Quote it for the shell."
-        ) from error
 
 
 def _require_server() -> None:

@@ -22,6 +22,7 @@ from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.keys import refuse_project_modules
 from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.settings.benchmark_settings import check_benchmarks
 from trainflow.tasks.settings.runner_settings import check_runner
 
 if TYPE_CHECKING:
@@ -114,6 +115,9 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_arguments(spec, resolver)
     _check_launches(spec, resolver)
     _check_metrics(spec)
+    if spec.evaluate.enabled:
+        recipe = recipe_name(spec.evaluate.recipe or spec.recipe)
+        check_benchmarks(spec.evaluate.benchmarks, spec.benchmark_tasks, splits=spec.evaluate.splits, recipe=recipe)
     _check_gates(spec)
     _check_comparisons(spec, resolver)
     check_adapters(spec)
@@ -336,10 +340,11 @@ def _check_gates(spec: PipelineSpec) -> None:
             value=False,
             remedy=f"Leave evaluate on, or switch {guarded[0].section} off as well.",
         )
+    tasks = spec.benchmark_tasks
     for metric in config.require:
-        if not any(metric.startswith(f"{split}_") for split in (*config.splits, "overall")):
+        if not any(metric.startswith(f"{split}_") for split in (*config.splits, "overall", *tasks)):
             raise names_no_split(
-                metric, config.splits, field=f"evaluate.require.{metric}", value=config.require[metric]
+                metric, [*config.splits, *tasks], field=f"evaluate.require.{metric}", value=config.require[metric]
             )
 
 

@@ -22,6 +22,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.paths import absolute_path, expand_home, is_path, map_paths
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.evaluation.benchmarks import is_task_file
 from trainer_lib.protocol import recipe_names
 from trainer_lib.protocol.recipe_names import is_recipe_name
 from trainflow.flows.spec import checks as _checks
@@ -41,6 +42,7 @@ from trainflow.tasks.configs import (
     TrainConfig,
 )
 from trainflow.tasks.keys.resolver import Resolver
+from trainflow.tasks.settings.benchmark_settings import list_tasks
 from trainflow.tasks.settings.keyed_settings import Duration, RecipePath
 
 if TYPE_CHECKING:
@@ -252,7 +254,13 @@ class PipelineSpec(Settings):
             )
         # The sweep checks these names, or another recipe than evaluate's gives them.
         aside = ("train_", "eval_") if self.train.recipe or self.evaluate.recipe else ("train_",)
-        return {setting: name for setting, name in found.items() if not name.startswith(aside)}
+        late = tuple(f"{task}_" for task in self.benchmark_tasks)
+        return {setting: name for setting, name in found.items() if not name.startswith((*aside, *late))}
+
+    @property
+    def benchmark_tasks(self) -> list[str]:
+        """The names that metrics of evaluate.benchmarks begin with."""
+        return list_tasks(self.evaluate.benchmarks, self.folder or str(Path(self.recipe).absolute().parent))
 
     @property
     def resolver(self) -> Resolver:
@@ -450,10 +458,22 @@ def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]
     for entry in entries if isinstance(entries, list) else ():
         if isinstance(entry, dict) and isinstance(entry.get("source"), str):
             entry["source"] = _absolute(entry["source"], base)
+    _resolve_benchmarks(raw, Path.cwd() if "evaluate.benchmarks" in overridden else folder)
     if raw.get("root") is None and isinstance(raw.get("recipe"), str):
         # A recipe of trainflow's own belongs to no project: that around the spec counts.
         named = is_recipe_name(raw["recipe"])
         raw["root"] = str(find_root(folder / "recipe.py" if named else raw["recipe"], folder))
+
+
+def _resolve_benchmarks(raw: dict[str, Any], base: Path) -> None:
+    """Make the paths of task files absolute, in place."""
+    section: Any = raw.get("evaluate")
+    entries: Any = section.get("benchmarks") if isinstance(section, dict) else None
+    for index, entry in enumerate(entries if isinstance(entries, list) else ()):
+        task = entry.get("task") if isinstance(entry, dict) else entry
+        if isinstance(task, str) and is_task_file(task):
+            path = _absolute(task, base)
+            entries[index] = {**entry, "task": path} if isinstance(entry, dict) else path
 
 
 def _rebase_overridden_paths(spec: PipelineSpec, overridden: frozenset[str]) -> PipelineSpec:

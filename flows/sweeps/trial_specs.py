@@ -221,10 +221,11 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
             value=name,
             remedy="Leave evaluate on, or name a metric of the evaluations while training (eval_<name>).",
         )
-    if not any(name.startswith(f"{split}_") for split in (*spec.evaluate.splits, "overall")):
+    late = ("overall", *spec.benchmark_tasks)
+    if not any(name.startswith(f"{split}_") for split in (*spec.evaluate.splits, *late)):
         raise names_no_split(name, spec.evaluate.splits, field=field, value=name)
     names = [f"{split}_{metric}" for split in spec.evaluate.splits for metric in _measured(spec, resolver)]
-    if not name.startswith("overall_"):
+    if not name.startswith(tuple(f"{split}_" for split in late)):
         _check_measured(name, names, field)
 
 

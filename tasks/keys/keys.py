@@ -25,6 +25,8 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import FIELD, MetricCall, read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError
+from trainer_lib.evaluation.benchmarks import FIELD as FIELD_OF_BENCHMARKS
+from trainer_lib.evaluation.benchmarks import is_task_file, read_task_files
 from trainer_lib.hub.transport import parse_target
 from trainflow.tasks.code.reach import Place, Reach
 from trainflow.tasks.configs import (
@@ -36,8 +38,8 @@ from trainflow.tasks.configs import (
     StageSettings,
     TrainConfig,
 )
-from trainflow.tasks.keys.declared_paths import keyed_options, path_options
-from trainflow.tasks.keys.sources import memory
+from trainflow.tasks.keys.declared_paths import keyed_options, path_options, spec_folder
+from trainflow.tasks.keys.sources import fingerprints, memory
 from trainflow.tasks.keys.stage_code import (
     EVALUATE,
     PREPARE,
@@ -103,6 +105,7 @@ NUMERICS = 1
 
 # Settings that older keys do not have -> the value that leaves a result as it was.
 _ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
+_ADDED |= {"importance_seconds": 10.0, "benchmarks": []}
 _ADDED_TO_PUBLISH: dict[str, Any] = {"only_if": "always", "metric": None, "greater_is_better": None}
 _ADDED_TO_PUBLISH |= {"merged_type": None, "merge_tolerance": 0.05}
 
@@ -288,12 +291,42 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
     for name, default in _ADDED.items():  # what was evaluated before there were any stays
         if getattr(config, name) == default:
             fields.pop(name, None)
+    if config.benchmarks:
+        fields |= _benchmark_fields(config, context)
     if packages := metric_packages(read_metrics(config.metrics)):
         fields["metric_packages"] = packages
     if code.defines("after_evaluate"):
         # It may show the curve of training, which the code that measured then has drawn.
         fields["history"] = getattr(model.facts, "metrics_code", None)
     return stage_key("evaluate", fields, schema=3, places=reached.places)
+
+
+def _benchmark_fields(config: EvaluateConfig, context: StageContext) -> dict[str, Any]:
+    """The benchmarks with the contents of task files, of their data and of their functions, and lm-eval's version."""
+    folder = spec_folder(context)
+
+    def digests(paths: Iterable[Path]) -> dict[str, str]:
+        remembered = memory(context.storage)
+        found = fingerprints([str(path) for path in paths], root=folder, memory=remembered, field=FIELD_OF_BENCHMARKS)
+        labelled: dict[str, str] = {}
+        for source in found:  # files outside of the folder may share a label
+            labelled[source["source"]] = labelled.get(source["source"], "") + source["digest"]
+        return labelled
+
+    entries = []
+    for entry in config.benchmarks:
+        fields = entry.model_dump(exclude={"task"})
+        if not is_task_file(entry.task):
+            entries.append({"task": entry.task, **fields})
+            continue
+        for file in read_task_files(entry.task, folder):
+            code = [context.resolver.closure(path, folder, field=FIELD_OF_BENCHMARKS).files for path in file.code]
+            entries.append({"task": file.name, **fields, "files": digests(file.files), "code": code})
+    try:
+        version = metadata.version("lm-eval")
+    except metadata.PackageNotFoundError:
+        version = "not installed"
+    return {"benchmarks": entries, "benchmark_packages": {"lm-eval": version}}
 
 
 def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import number_words
+from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.pictures import draw_outcome
 from trainer_lib.protocol.requests import OUTCOMES
@@ -17,7 +17,7 @@ from trainflow.tasks.stage.manifest import StageManifest
 
 _ANSWERS = "artifacts/prompts.json"
 _OUTCOME_BYTES = 16 << 20
-
+_CLEAR = 0.05  # probability of chance, below which a subgroup is worse beyond it
 _log = logging.getLogger(__name__)
 
 
@@ -109,6 +109,34 @@ class Outcome:
             for row_id in ids
         ]
         return ["row_id", "label", "prediction", "rows_alike"], rows
+
+    def importance(self) -> tuple[list[str], list[list[Any]]]:
+        """The columns of a table with what a metric loses without them, the greatest loss first."""
+        found = self.found.get("importance") or {"columns": []}
+        return ["column", f"{found.get('metric')} lost", "low", "high"], [list(row) for row in found["columns"]]
+
+    def describe_importance(self) -> str:
+        """The way in which importance was measured, in sentences; empty where it was not."""
+        found = self.found.get("importance")
+        if not found:
+            return ""
+        more = f" There was no time for {counted(found['left_out'], 'more column')}." if found["left_out"] else ""
+        return f"By permutation in {counted(found['rows'], 'row')}, with 95 % intervals.{more}"
+
+    def weak_groups(self) -> tuple[list[str], list[list[Any]]]:
+        """The subgroups of rows on which the model errs more than on the others."""
+        weak = self.found.get("weak") or {"groups": []}
+        return ["subgroup", "rows", str(weak.get("error")), "of_the_rest", "adjusted_p"], [*map(list, weak["groups"])]
+
+    def describe_weak_groups(self) -> str:
+        """The way in which subgroups were found, in sentences; empty where none were looked for."""
+        weak = self.found.get("weak")
+        if not weak:
+            return ""
+        test = "Fisher's exact test" if self.is_classes else "Welch's t-test"
+        how = f"The worst of {counted(weak['tested'], 'subgroup')}, against all other rows by {test}, adjusted by Holm."
+        is_clear = any(group[-1] < _CLEAR for group in weak["groups"])
+        return how if is_clear else f"{how} None is worse beyond chance."
 
     def input_of(self, row_id: Any) -> Mapping[str, str]:
         """The `text` of a row's input and perhaps an `image`; empty where inputs are not shown."""

@@ -27,7 +27,7 @@ from trainflow.tasks.stage.worker import model_fields, sent_arguments
 
 PROBED_STEPS = 13
 _FOLDER = "probe"
-_REHEARSED = {f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples")}
+_REHEARSED = {f"evaluate.{name}" for name in ("metrics", "slices", "confidence", "resamples", "benchmarks")}
 _ONLY_PROBED: dict[str, Any] = {  # the schedule and the limits of a whole training mean nothing here
     "max_steps": PROBED_STEPS,
     "warmup_steps": 0,
@@ -72,7 +72,7 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
 
 def needs_rehearsal(config: EvaluateConfig, context: StageContext, named: Mapping[str, str]) -> bool:
     """Whether an evaluation may refuse something that neither the spec nor the data's columns show."""
-    if config.metrics or config.slices or named:
+    if config.metrics or config.slices or config.benchmarks or named:
         return True
     code = code_of(config, context)
     # A name that is not defined as a function may be an object, which is given batch by batch.
@@ -110,6 +110,7 @@ def rehearse_evaluation(
         confidence=config.confidence,
         metrics=read_metrics(config.metrics),
         slices=tuple(config.slices),
+        benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
         step="rehearse",
         named=dict(named),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -21,9 +22,10 @@ from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.server.api import prefect_api
+from trainflow.flows.server.automations import OWNER, SERVER_FOLDER
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.schedule import Schedule
-from trainflow.flows.server.serving import OWNER, SERVER_FOLDER, _deployment, _forget_planned_runs
+from trainflow.flows.server.serving import _deployment, _forget_planned_runs
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 
 # prepare and train: what a schedule has to show, in the least time.
@@ -146,16 +148,77 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     assert {past.status for past in list_runs(str(store))} == {"FINISHED"}
 
 
+@pytest.mark.timeout(500)
+def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(server: Server, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+    held = f"import pathlib, time\n            while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
+    recipe = toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
+    store, spec = tmp_path / "project" / "store", toy.project(tmp_path / "project", recipe=recipe)
+    retried = ("--pool", "main", "--name", "killed", "--retry-crashed", "1")
+    deployed = deploy(server, spec, *SHORT, *retried)
+    assert deployed.code == 0, deployed.err
+    run = server.run("killed")
+    wait_for("training", lambda: has_begun(store))
+    [process] = [each for each in training() if "prefect.engine" in _line(each)]
+    process.kill()
+    go.touch()
+    [completed] = wait_for("the same run to complete", lambda: server.runs("killed", "COMPLETED"), 300)
+    assert (completed["id"], completed["run_count"]) == (run, 2)
+    states = [state["name"] for state in server.api("GET", f"flow_run_states/?flow_run_id={run}")]
+    assert [state for state in states if state not in ("Scheduled", "Pending", "Submitting")] == [
+        # The worker reports the death twice; the second report takes the run out of no queue.
+        *("Running", "Crashed", "CrashedAtWork", "AwaitingRetry", "Running", "Completed")
+    ]
+    assert (attempts(store, "prepare-data"), attempts(store, "train")) == (1, 2)
+    assert [past.status for past in list_runs(str(store))] == ["FINISHED"]
+    wait_for("the end of what had started", lambda: not training(), 90)
+
+
+def test_new_data_starts_one_run_of_a_deployment(server: Server, tmp_path: Path) -> None:
+    data, spec = tmp_path / "data", toy.project(tmp_path / "project")
+    data.mkdir()
+    # No worker takes its runs: that they start is the point.
+    unattended = ("--pool", "unattended", "--create-pool", "--name", "watched")
+    assert deploy(server, spec, *unattended).code == 0
+    watching = ("watch", data, "pipeline/watched", "--every", "1")
+
+    def notes() -> list[Path]:
+        return list((tmp_path / "project" / "store" / "watch").glob("*.json"))
+
+    # tests/unit/flows/test_server.py starts it again.
+    with running(*watching, log=tmp_path / "log", env=server.environ) as watch:
+        watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
+        wait_for("the first look", notes)
+        (data / "1.csv").write_text("1\n")
+        watch.wait_for(f"New data under {data}: the run ")
+        assert watch.stop() == 0, watch.output
+    [run] = server.runs("watched", "SCHEDULED")
+    assert run["tags"] == ["new-data"]
+    # The folder is none of prepare.sources, so in no key.
+    assert run["parameters"]["force"] == ["prepare-data"]
+    [note] = notes()
+    assert json.loads(note.read_text())["started"] == 1
+
+
 def attempts(store: Path, stage: str) -> int:
     return len([path for path in store.glob(f"stages/{stage}/*/attempts/*.json") if not path.stem.endswith(".end")])
 
 
-def test_deploying_needs_a_pool(server: Server, tmp_path: Path) -> None:
+def test_deploying_needs_a_pool_of_processes(server: Server, tmp_path: Path) -> None:
     spec = toy.project(tmp_path)
     absent = deploy(server, spec, "--pool", "other")
     assert absent.code == 2
-    assert "prefect work-pool create --type process other" in absent.err
+    assert "--create-pool" in absent.err
+    near = deploy(server, spec, "--pool", "mian")
+    assert near.code == 2
+    assert "Did you mean 'main'?" in near.err
+    made = deploy(server, spec, "--pool", "other", "--create-pool", "--cron", "0 3 * * *")
+    assert made.code == 0, made.err
+    assert server.api("GET", "work_pools/other")["type"] == "process"
     server.prefect("work-pool", "create", "--type", "docker", "containers")
+    wrong = deploy(server, spec, "--pool", "containers", "--pool-type", "process")
+    assert wrong.code == 2
+    assert "of type docker, not process" in wrong.err
     image = ("--pool", "containers", "--image", "registry.example/toy:1", "--job-variable", "mem_limit=2g")
     deployed = deploy(server, spec, *image, "--name", "boxed", "--limit-runs", "1")
     assert deployed.code == 0, deployed.err

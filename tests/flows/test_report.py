@@ -200,6 +200,31 @@ def test_rows_are_tables_with_their_inputs_and_text_stays_text() -> None:
     assert "Warnings evaluate one class only" in Page(render_report(warned)).words
 
 
+LOST: list[list[Any]] = [["<i>age", 0.2, 0.15, 0.25], ["job", 0.01, -0.01, 0.03]]
+
+
+@pytest.mark.parametrize(
+    ("found", "words"),
+    [
+        (
+            {"importance": {"metric": "accuracy", "rows": 500, "columns": LOST, "left_out": left_out}},
+            f"test By permutation in 500 rows, with 95 % intervals.{more} column accuracy lost low high <i>age 0.2",
+        )
+        for left_out, more in ((0, ""), (2, " There was no time for 2 more columns."))
+    ]
+    + [
+        (
+            {"weak": {"error": "off", "rows": 900, "tested": 24, "groups": [["<i>age: 1 to 2", 40, 3, 1, chance]]}},
+            f"against all other rows by Welch's t-test, adjusted by Holm.{more} subgroup rows off of_the_rest "
+            f"adjusted_p <i>age: 1 to 2 40 3 1 {chance}",
+        )
+        for chance, more in ((0.01, ""), (0.4, " None is worse beyond chance."))
+    ],
+)
+def test_importance_and_weak_subgroups_are_tables_below_how_they_were_measured(found: Any, words: str) -> None:
+    assert words in Page(page_of(Outcome("test", {**NUMBERS, **found}, []), Outcome("val", NUMBERS, []))).words
+
+
 def test_confusion_calibration_and_residuals_are_drawn() -> None:
     html = page_of(Outcome("test", CLASSES, ["<b>no", "yes"]), Outcome("price <b>", NUMBERS, []))
     page = Page(html)

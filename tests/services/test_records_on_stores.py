@@ -1,10 +1,11 @@
-"""What flows keep and find on a store or a server: runs, garbage, a follower's evaluations, sources."""
+"""What flows keep and find on a store or a server: runs, garbage, new data, a follower's evaluations, sources."""
 
 from __future__ import annotations
 
 import http.server
 import json
 import math
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,6 +34,8 @@ from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.runs.garbage import find_garbage
 from trainflow.flows.runs.run_details import RunDetails, read_details
+from trainflow.flows.server.new_data import Watch
+from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.keys.sources import fingerprints
 from trainflow.tasks.stage.progress import publish
 
@@ -158,6 +161,52 @@ def test_a_published_run_stays_as_long_as_its_publication_is_there(any_url: str)
     found, _ = collect(any_url)
     assert ("train", run.stages["train"][:16]) not in committed(any_url)
     assert target.list() == [] or {info.path.partition("/")[0] for info in target.list()} == {"lease"}
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return what Prefect was asked to start, each once."""
+    found: list[str] = []
+
+    def start(watch: Watch, once: str) -> str:
+        found.append(once)
+        return "run"
+
+    monkeypatch.setattr(Watch, "_start", start)
+    return found
+
+
+def test_what_comes_changes_or_goes_under_a_url_starts_one_run_each(any_url: str, started: list[str]) -> None:
+    data = Store.open(any_url).child("data")
+    spec = PipelineSpec(name="toy", recipe="recipe.py", storage=f"{any_url}/store")
+
+    def watch() -> Watch:
+        return Watch(data.url, "pipeline/toy", spec, lambda _: None)
+
+    def has_started() -> bool:
+        """Look as often as a change needs to settle; afterwards nothing is new."""
+        first, second, third = (looking.look() for _ in range(3))
+        assert (first, third) == (False, False)
+        return second
+
+    data.write_bytes("day/1.csv", b"1")
+    looking = watch()
+    assert not has_started(), "what is there at first"
+    data.write_bytes("day/2.csv", b"1")
+    assert has_started()
+    data.write_bytes("day/2.csv", b"12")
+    assert has_started(), "another size"
+    knows_content = data.list()[0].tag is not None or data.is_local
+    data.write_bytes("day/2.csv", b"21")
+    if data.is_local:  # the clock of a disk may stand still for some milliseconds
+        os.utime(data.local_path("day/2.csv"), (1, 1))
+    assert has_started() is knows_content, "the same size"
+    data.delete("day/1.csv")
+    looking = watch()  # a restart
+    assert has_started()
+    looking = watch()
+    assert not has_started(), "the note has what was seen before"
+    assert len(set(started)) == len(started) == 3 + knows_content
 
 
 def test_each_checkpoint_is_evaluated_once_oldest_first_and_the_best_is_kept(

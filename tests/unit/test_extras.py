@@ -16,6 +16,7 @@ from tests.support.repository import pyproject
 from trainer_lib.data.rows.reading import Reading, read_sheet
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import CodeError, MissingExtraError
+from trainer_lib.evaluation.benchmarks import FIELD, require_lm_eval
 from trainer_lib.keras_models.keras_backend import import_keras
 from trainer_lib.launch.settings.config import LaunchConfig, require_torch, resolve_config
 from trainer_lib.protocol.recipe_failures import user_error
@@ -68,6 +69,7 @@ USES = [
     Use("ray", "prefect_ray", lambda: _distribute("ray"), "prepare.runner.kind"),
     Use("ray", "ray", lambda: resolve_config(LaunchConfig(engine="ray", processes=1)), "train.launch.engine"),
     Use("ray", "ray", lambda: default_hp_space_ray(None), "backend"),
+    Use("benchmarks", "lm_eval", require_lm_eval, FIELD),
     Use("search", "optuna", lambda: Ledger(Path("unused"), settings=None), "sweep"),  # type: ignore[arg-type]
 ]
 

@@ -52,6 +52,21 @@ def is_less_better(name: str) -> bool:
 
 
 @dataclass(frozen=True)
+class Benchmark:
+    """A task of lm-eval, or a file or folder of tasks, with what replaces its own settings; None: those stay.
+
+    Attributes:
+        limit: rows, at most.
+        chat: whether prompts are conversations by the tokenizer's template.
+    """
+
+    task: str
+    fewshot: int | None = None
+    limit: int | None = None
+    chat: bool = False
+
+
+@dataclass(frozen=True)
 class MetricCall:
     """A metric as a spec asks for it.
 

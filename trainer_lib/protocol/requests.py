@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 
 from typing_extensions import override
 
-from trainer_lib.base.metric_names import MetricCall
+from trainer_lib.base.metric_names import Benchmark, MetricCall
 from trainer_lib.base.paths import PathOptions
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.data.rows.row_sources import RowFile
@@ -382,7 +382,9 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     confidence: float | None = None
     slices: tuple[str, ...] = ()
     show_inputs: bool = True
+    importance_seconds: float = 10.0
     rows_per_range: int = 10_000
+    benchmarks: tuple[Benchmark, ...] = ()
     step: str = "all"
     named: dict[str, str] = field(default_factory=dict)
     """Setting -> the metric, ``<split>_<name>`` or training's ``eval_<name>``, that it needs; for a rehearsal."""

@@ -7,7 +7,7 @@ import json
 import math
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -29,6 +29,10 @@ from trainer_lib.data.rows.parts import SUMS, NumberedParts, row_range, sum_part
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
+from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.benchmarks import Suite
+from trainer_lib.evaluation.evaluation_loop import stream_predictions
+from trainer_lib.evaluation.importance import BATCH, Dealt, list_plain_columns, measure_importance
 from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
 from trainer_lib.evaluation.named_metrics import (
@@ -41,6 +45,7 @@ from trainer_lib.evaluation.named_metrics import (
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.evaluation.shown_inputs import collect_inputs
+from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
@@ -48,6 +53,7 @@ from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateRes
 from trainer_lib.recipes import DataInfo, Recipe
 from trainer_lib.recipes.shared.held_out_metrics import measure_labels
 from trainer_lib.recipes.shared.recipe_options import SEVERAL
+from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trainer import Trainer
@@ -234,6 +240,8 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
         args = arguments(changed, "evaluate", folder)
+        if work.request.benchmarks:
+            _suite(work, args, data).load(folder)
         function = require_measurable(work.recipe.compute_metrics_with(data), work.request, args)
         for column, (name, split) in itertools.product(work.request.slices, splits.items()):
             find_slices(column, split.column_values(column), split=name)
@@ -357,11 +365,24 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         metrics |= {OVERALL: extra} if extra else {}
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
-    if work.rank == 0:
+    if work.rank == 0:  # the other ranks end meanwhile, so benchmarks may take longer than a rank waits
+        if request.benchmarks:
+            suite = _suite(work, args, data)
+            metrics |= suite.measure(trainer.model, args.per_device_eval_batch_size, request.confidence)
+            warnings += suite.warnings
         # Without timings: the stage's content digest, and with it the keys of what follows, must not depend on them.
         lasting = json.dumps(tidy_metrics(metrics), indent=2, sort_keys=True)
         files += [store.write_bytes("metrics.json", lasting.encode()), *measured]
     return EvaluateResult(tuple(files), metrics, warnings=tuple(warnings))
+
+
+def _suite(work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo) -> Suite:
+    """The benchmarks of the request; refuses those that the layout of the model or the data cannot have."""
+    folder = "." if work.request.paths is None else work.request.paths.folder
+    tokenizer = kept_tokenizer(data) if "tokenizer" in data.info else None
+    suite = Suite(work.request.benchmarks, folder, tokenizer, work.events.emit)
+    suite.require(is_divided=bool(args.fsdp or args.deepspeed))
+    return suite
 
 
 def _of_all_rows(
@@ -392,6 +413,7 @@ def _of_all_rows(
         if remembered is not None and work.rank == 0:
             outcomes = _describe(split, remembered, work, data)
             if outcomes is not None:
+                outcomes |= _explain(work, trainer, name, split, remembered)
                 measured.append(store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode()))
                 warnings += warn_of_collapse(name, outcomes, data.info.get("classes"))
             if request.resamples:
@@ -453,7 +475,12 @@ def _describe(
         return None
     pairs = pair_outcomes(work.recipe, remembered.given, data)
     show = split.__getitem__ if work.request.show_inputs else None
-    return summarize_pairs(pairs, data, id_of=lambda row: split.row_ids(row, row + 1).tolist()[0], show=show)
+    outcomes = summarize_pairs(pairs, data, id_of=lambda row: split.row_ids(row, row + 1).tolist()[0], show=show)
+    if outcomes is not None and show is not None and "rows" not in pairs and len(pairs["labels"]) == len(split):
+        columns = {name: partial(split.column_values, name) for name in split.column_names if name != "labels"}
+        names = data.info.get("classes")
+        outcomes["weak"] = find_weak_groups(pairs["predictions"], pairs["labels"], columns, names)
+    return outcomes
 
 
 def pair_outcomes(recipe: Recipe, given: EvalPrediction, data: DataInfo) -> dict[str, Any]:
@@ -497,6 +524,34 @@ def summarize_pairs(
     if outcomes is not None and show is not None:
         outcomes["inputs"] = collect_inputs(outcomes, lambda row_id: show(places[row_id]))
     return outcomes
+
+
+def _explain(
+    work: Work[EvaluateRequest], trainer: Any, name: str, split: ArrowSplit, remembered: Remembered
+) -> dict[str, Any]:
+    """The importance of a table's columns; empty for other data, and where the model cannot predict by itself."""
+    given, seconds = remembered.given, work.request.importance_seconds
+    if given is None or not seconds or len(nested.list_leaves(given.label_ids)[0]) != len(split):
+        return {}
+    if not list_plain_columns(split[0]):
+        return {}
+    work.events.emit("progress", message=f"importance of the columns of {name}")
+
+    def predict(dataset: Dealt) -> Iterator[Any]:
+        return (outputs for _, outputs in stream_predictions(trainer, dataset, start=0, stop=len(dataset)))
+
+    usual = trainer.args.per_device_eval_batch_size
+    trainer.args.per_device_eval_batch_size = max(usual, BATCH)
+    try:
+        found = measure_importance(
+            remembered.compute, given, split.__getitem__, predict, seed=remembered.seed, seconds=seconds
+        )
+    except Exception as error:  # never worth an evaluation
+        work.events.emit("warning", message=f"The importance of columns was not measured: {first_line(error)}")
+        return {}
+    finally:
+        trainer.args.per_device_eval_batch_size = usual
+    return {} if found is None else {"importance": found}
 
 
 def _resample(

@@ -1,9 +1,10 @@
-"""Commands around runs: a new project, runs on a schedule, the checkpoints of a running training."""
+"""Commands around runs: a new project, runs on a schedule or on new data, the checkpoints of a running training."""
 
 from __future__ import annotations
 
 import json
 import shlex
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +20,7 @@ from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Answer, Debug, Form, Quiet, command, complete_recipe
 from trainflow.flows.cli.presentation import same_command
 from trainflow.flows.cli.run_choice import SpecWords
-from trainflow.flows.cli.signals import stoppable
+from trainflow.flows.cli.signals import stoppable, until_stopped
 from trainflow.flows.server.schedule import Schedule, read_interval
 
 if TYPE_CHECKING:
@@ -95,27 +96,42 @@ class Starts:
     interval: Annotated[
         str | None, typer.Option(help="Time from one scheduled run to the next: 3600 (seconds), 12h, 1d.")
     ] = None
-    timezone: Annotated[str | None, typer.Option(help="Time zone of --cron (Europe/Berlin); UTC if unset.")] = None
+    rrule: Annotated[
+        str | None, typer.Option("--rrule", help='A recurrence rule: "FREQ=WEEKLY;BYDAY=MO;BYHOUR=3".')
+    ] = None
+    timezone: Annotated[
+        str | None, typer.Option(help="Time zone of --cron and --rrule (Europe/Berlin); UTC if unset.")
+    ] = None
+    watch: Annotated[
+        str | None, typer.Option("--watch", metavar="URL", help="Folder or URL: new data under it starts a run.")
+    ] = None
+    retry_crashed: Annotated[
+        int, typer.Option("--retry-crashed", min=0, max=100, help="How often a run that crashed runs again.")
+    ] = 0
     name: Annotated[str | None, typer.Option(help="Name of the deployment; the pipeline's name if unset.")] = None
 
     def schedule(self) -> Schedule:
         """The schedule, if it has one."""
         interval_s = read_interval(self.interval)
-        return Schedule(cron=self.cron, interval_s=interval_s, timezone=self.timezone)
+        return Schedule(cron=self.cron, interval_s=interval_s, timezone=self.timezone, rrule=self.rrule)
 
 
 @command("""
     trainflow serve pipeline.yaml --cron "0 3 * * *" --timezone Europe/Berlin
-    trainflow serve pipeline.yaml --interval 5m
+    trainflow serve pipeline.yaml --watch s3://bucket/scans --watch-every 5m
 """)
 def serve(
     words: SpecWords,
     starts: Starts,
+    watch_every: Annotated[
+        str, typer.Option("--watch-every", help="Time between two looks at --watch: 60 (seconds), 5m.")
+    ] = "60",
     quiet: Quiet = False,
     debug: Debug = False,
 ) -> None:
-    """Run a pipeline on a schedule, in this process, on this machine, until Ctrl-C."""
+    """Run a pipeline on a schedule or on new data, in this process, on this machine, until Ctrl-C."""
     schedule = starts.schedule()
+    every_s = read_interval(watch_every, option="--watch-every") or 0.0
     pipeline = words.load()
     # After the spec is read: a mistake in it is shown before Prefect is imported.
     from trainflow.flows.server import serving
@@ -124,7 +140,11 @@ def serve(
         pipeline,
         schedule,
         name=starts.name,
-        say=terminal.console(quiet=quiet).print,
+        # The console of that moment: from then on what it prints goes to the log as well.
+        say=lambda line: terminal.console(quiet=quiet).print(line),
+        watch=starts.watch,
+        watch_every_s=every_s,
+        retry_crashed=starts.retry_crashed,
     )
 
 
@@ -133,7 +153,11 @@ def deploy(
     form: Form,
     words: SpecWords,
     starts: Starts,
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")],
+    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
+    create_pool: Annotated[bool, typer.Option("--create-pool", help="Create the pool if it does not exist.")] = False,
+    pool_type: Annotated[
+        str | None, typer.Option("--pool-type", help="What the pool starts: process, docker or kubernetes.")
+    ] = None,
     image: Annotated[str | None, typer.Option(help="Image of the runs, for pools of docker and kubernetes.")] = None,
     job_variable: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the pool's jobs; repeatable.")
@@ -147,9 +171,28 @@ def deploy(
     pipeline = words.load()
     from trainflow.flows.server import serving
 
-    target = serving.Target(pool, image, tuple(job_variable or ()), limit)
+    variables = tuple(job_variable or ())
+    crashes, watch = starts.retry_crashed, starts.watch
+    target = serving.Target(pool, create_pool, pool_type, image, variables, limit, crashes, watch)
     deployed = serving.deploy(pipeline, schedule, target, name=starts.name)
     return Answer(vars(deployed), deployed.lines)
+
+
+@command("trainflow watch s3://bucket/scans pipeline/digits --every 5m")
+def watch(
+    url: Annotated[str, typer.Argument(metavar="URL", help="Folder or URL.")],
+    deployment: Annotated[str, typer.Argument(metavar="DEPLOYMENT", help="What new data there starts: pipeline/NAME.")],
+    every: Annotated[str, typer.Option(help="Time between two looks: 60 (seconds), 5m.")] = "60",
+    quiet: Quiet = False,
+    debug: Debug = False,
+) -> None:
+    """Start a deployment when data under a URL appear or change, until Ctrl-C."""
+    every_s = read_interval(every, option="--every") or 0.0
+    from trainflow.flows.server import serving
+
+    say = terminal.console(quiet=quiet).print
+    with until_stopped():
+        serving.watch_for(url, deployment, every_s=every_s, say=say, done=threading.Event())
 
 
 # -- follow -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import io
 import json
 import resource
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +23,12 @@ from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
+from trainer_lib.evaluation.importance import Dealt, measure_importance
 from trainer_lib.evaluation.named_metrics import NamedMetrics
 from trainer_lib.evaluation.outcomes import HARDEST, MAX_ROWS, SAMPLES, summarize_outcomes
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
 from trainer_lib.evaluation.shown_inputs import collect_inputs, describe_input
+from trainer_lib.evaluation.weak_groups import find_weak_groups
 
 
 def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
@@ -125,6 +128,94 @@ def test_there_are_no_curves_without_scores_of_rows_of_both_kinds(change: str) -
         found = summarize_outcomes(scores, labels * (change != "one class"))
     assert found is not None
     assert not found.get("curves")
+
+
+def _measure_importance(seconds: float = 60.0, **columns: Any) -> Any:
+    """Importance for a model that adds 3 a and b and is asked about numbers."""
+    draw = np.random.default_rng(0)
+    rows: list[dict[str, Any]] = [
+        {"a": float(a), "b": float(b), "c": float(c), "labels": 0.0, **columns}
+        for a, b, c in draw.normal(size=(800, 3))
+    ]
+
+    def predict(dealt: Dealt) -> Iterator[Any]:
+        for start in range(0, len(dealt), 100):
+            yield np.array(
+                [3 * dealt[row]["a"] + dealt[row]["b"] for row in range(start, min(start + 100, len(dealt)))]
+            )
+
+    truth = np.array([3 * row["a"] + row["b"] for row in rows])
+    given = EvalPrediction(truth + draw.normal(size=800), truth)
+    compute = NamedMetrics(None, read_metrics(["rmse", "r2"]))
+    return measure_importance(compute, given, rows.__getitem__, predict, seed="ab" * 32, seconds=seconds)
+
+
+def test_importance_is_what_the_metric_loses_and_the_same_every_time() -> None:
+    found = _measure_importance()
+    assert (found["metric"], found["rows"], found["left_out"]) == ("rmse", 500, 0)
+    (first, a, low, high), (second, b, *_), (third, c, *ends) = found["columns"]
+    assert (first, second, third) == ("a", "b", "c")
+    # Without the noise of the predictions of all rows, which is 1: sqrt(2) times 3 and 1.
+    assert (a + 1, b + 1) == (pytest.approx(3 * 2**0.5, rel=0.1), pytest.approx(2**0.5, rel=0.1))
+    assert low < a < high < a + 1
+    assert c == pytest.approx(-1, rel=0.1) and ends[0] <= c <= ends[1]
+    assert _measure_importance() == found
+
+
+@pytest.mark.parametrize(("columns", "seconds"), [({}, 0.0), ({"d": np.zeros(3)}, 60.0)])
+def test_importance_ends_in_time_and_is_of_tables(columns: dict[str, Any], seconds: float) -> None:
+    found = _measure_importance(seconds, **columns)
+    assert found is None if columns else (found["columns"], found["left_out"]) == ([], 3)
+
+
+GROUPED = 800
+
+
+def _find_weak(errs: str, *, numbers: bool = False, **more: Any) -> Any:
+    """The weak groups of rows with columns of all kinds, where rows of one of them are wrong more often."""
+    draw = np.random.default_rng(1)
+    columns: dict[str, Any] = {
+        "site": draw.choice(["a", "b", "c"], GROUPED).tolist(),
+        "age": draw.normal(50, 10, GROUPED).tolist(),
+        "grade": draw.integers(0, 3, GROUPED).tolist(),
+        "text": ["x" * number for number in draw.integers(1, 90, GROUPED)],
+        "tokens": [np.zeros(number) for number in draw.integers(1, 90, GROUPED)],
+        "image": [np.zeros((4, 4))] * GROUPED,
+        "rare": ["z"] * 20 + ["y"] * (GROUPED - 20),
+    } | more
+    where = {
+        "site": [value == "b" for value in columns["site"]],
+        "age": [value > 57 for value in columns["age"]],
+        "text": [len(value) < 23 for value in columns["text"]],
+        "nothing": [False] * GROUPED,
+    }[errs]
+    wrong = draw.random(GROUPED) < np.where(where, 0.4, 0.1)
+    labels = draw.integers(0, 2, GROUPED)
+    predictions = wrong + draw.normal(0, 0.1, GROUPED) if numbers else np.eye(2)[np.where(wrong, 1 - labels, labels)]
+    values = {name: lambda rows, column=column: [column[row] for row in rows] for name, column in columns.items()}
+    return find_weak_groups(predictions, labels * 0.0 if numbers else labels, values, ["no", "yes"])
+
+
+@pytest.mark.parametrize("numbers", [False, True])
+@pytest.mark.parametrize(("errs", "name"), [("site", "site: b"), ("age", "age: 5"), ("text", "length of text: 1 to")])
+def test_the_subgroup_with_more_errors_comes_first_and_the_same_every_time(errs: str, name: str, numbers: bool) -> None:
+    weak = _find_weak(errs, numbers=numbers)
+    group, rows, own, rest, chance = weak["groups"][0]
+    assert group.startswith(name)
+    assert 30 <= rows < 300 and own > 1.5 * rest and chance < 1e-3
+    assert len(weak["groups"]) <= 3 and weak["rows"] == GROUPED
+    # Sites, quarters of ages and of two lengths, grades, the predicted class: what is rare is not tested.
+    assert weak["tested"] == 3 + 4 + 4 + 4 + 3 + (0 if numbers else 2)
+    assert weak == _find_weak(errs, numbers=numbers)
+
+
+def test_what_is_tested_often_is_not_taken_for_news() -> None:
+    draw = np.random.default_rng(7)
+    noise = {f"c{number}": draw.choice(["a", "b", "c"], GROUPED).tolist() for number in range(40)}
+    chances = [group[-1] for group in _find_weak("nothing", **noise)["groups"]]
+    assert chances == sorted(chances) and chances[0] > 0.05
+    assert find_weak_groups(np.zeros((9, 2, 2)), np.zeros(9), {}) is None
+    assert find_weak_groups(np.zeros((9, 2)), np.zeros(9, np.int64), {"x": lambda rows: [1.0] * len(rows)}) is None
 
 
 def _png(mode: str, size: tuple[int, int]) -> bytes:

@@ -8,6 +8,7 @@ import gc
 import http.server
 import json
 import socket
+import sys
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -21,14 +22,17 @@ from prefect import Flow
 
 from tests.support.repository import ROOT
 from trainer_lib.base.restore_process import objects_set_aside
-from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.storage import Store
 from trainflow.flows.pipeline import pipeline
-from trainflow.flows.server import embedded, membership
+from trainflow.flows.server import automations, embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
+from trainflow.flows.server.new_data import Watch
+from trainflow.flows.server.pools import read_variables, require_type
 from trainflow.flows.server.schedule import Schedule, read_interval, show_firings
-from trainflow.flows.server.serving import read_variables
-from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.server.serving import log_path, logged
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
 
 @pytest.fixture
@@ -156,6 +160,30 @@ def test_imports_are_not_looked_at_inside_a_command_and_are_afterwards(looked_at
     assert gc.get_freeze_count() > 1000
 
 
+def enter_run(monkeypatch: pytest.MonkeyPatch, *, run_count: int, crashes: int) -> None:
+    once = ("Running", "Crashed", "CrashedAtWork", "AwaitingRetry")
+    states = [SimpleNamespace(name=name) for name in (*once * crashes, "Running")]
+    client = SimpleNamespace(read_flow_run_states=lambda _: states)
+    context = SimpleNamespace(flow_run=SimpleNamespace(id="1", run_count=run_count))
+    monkeypatch.setattr("prefect.context.FlowRunContext.get", lambda: context)
+    monkeypatch.setattr("prefect.client.orchestration.get_client", lambda **_: contextlib.nullcontext(client))
+
+
+@pytest.mark.parametrize(("run_count", "crashes"), [(1, 0), (3, 2), (9, 1)])
+def test_a_run_is_tried_as_often_as_it_may_crash(monkeypatch: pytest.MonkeyPatch, run_count: int, crashes: int) -> None:
+    enter_run(monkeypatch, run_count=run_count, crashes=crashes)
+    automations.require_another_try({automations.CRASHES: "2"})
+    automations.require_another_try({})
+
+
+def test_the_crash_after_the_last_try_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    enter_run(monkeypatch, run_count=4, crashes=3)
+    with pytest.raises(InfrastructureError, match="crashed 3 times"):
+        automations.require_another_try({automations.CRASHES: "2"})
+    # Without a limit nothing is counted: such a run was retried by hand.
+    automations.require_another_try({})
+
+
 DIGITS = Path(__file__).resolve().parents[3] / "examples" / "digits" / "pipeline.yaml"
 
 
@@ -171,6 +199,9 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
 
 
 # ----------------------------------------------------------------------------------------------------------- schedules
+DAILY, WEEKLY = "0 3 * * *", "FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECOND=0"
+
+
 @pytest.mark.parametrize(
     ("given", "dates"),
     [
@@ -178,6 +209,7 @@ NOON = datetime(2026, 11, 22, 12, tzinfo=UTC)
             {"cron": "0 3 * * *", "timezone": "Europe/Berlin"},
             "Mon 2026-11-23 03:00:00 CET, Tue 2026-11-24 03:00:00 CET",
         ),
+        ({"rrule": WEEKLY}, "Mon 2026-11-23 03:00:00 UTC, Thu 2026-11-26 03:00:00 UTC"),
         ({"interval_s": 3600, "anchor": NOON}, "Sun 2026-11-22 12:00:00 UTC, Sun 2026-11-22 13:00:00 UTC"),
     ],
 )
@@ -192,8 +224,12 @@ def test_the_next_firings_are_known_before_the_server_is(given: dict[str, Any], 
     ("given", "field", "words"),
     [
         ({"cron": "0 3 * * *", "interval_s": 5.0}, "--interval", "one of --cron and --interval"),
+        ({"cron": "0 3 * * *", "rrule": "FREQ=DAILY"}, "--rrule", "one of --cron and --rrule"),
         ({"cron": "3 o'clock"}, "--cron", "cron's notation"),
         ({"cron": "0 0 31 2 *"}, "--cron", "No run would ever start"),
+        ({"rrule": "FREQ=SOMETIMES"}, "--rrule", "not a recurrence rule"),
+        ({"rrule": "daily"}, "--rrule", "not a recurrence rule"),
+        ({"rrule": "DTSTART:20200101T000000\nRRULE:FREQ=DAILY;COUNT=2"}, "--rrule", "No run would ever start"),
         ({"cron": "0 3 * * *", "timezone": "Europe/Berln"}, "--timezone", "time zone does not exist"),
         ({"timezone": "../etc/passwd"}, "--timezone", "time zone does not exist"),
     ],
@@ -216,12 +252,35 @@ def test_intervals_that_are_not_durations_are_refused() -> None:
     assert [read_interval(text) for text in ("12h", "3600", None)] == [43_200, 3600, None]
 
 
+# ----------------------------------------------------------------------------------------------------------------- log
+def test_what_serve_and_its_runs_print_is_kept_without_secrets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI-K7MDENG")
+    path = log_path(str(tmp_path), None, "toy")
+    assert path == tmp_path / "logs" / "serve-toy.log"
+    assert log_path("s3://bucket/x", "/spec", "toy") == Path("/spec/.trainflow/logs/serve-toy.log")
+    with logged(path):
+        sys.stdout.write("one\ntw")
+        sys.stdout.write("o\n\x1b[31mred\x1b[0m\nkey wJalrXUtnFEMI-K7MDENG\nlast")
+        sys.stderr.write("wrong\n")
+    lines = [line[24:] for line in path.read_text().splitlines()]
+    assert lines[:3] == ["one", "two", "red"]
+    assert sorted(lines[3:]) == ["key ***", "last", "wrong"]
+    shown = capsys.readouterr()
+    assert shown.out.startswith("one\ntwo\n")
+    assert shown.err == "wrong\n"
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="log cannot be written"), logged(tmp_path / "file" / "serve-toy.log"):
+        pass
+
+
 # --------------------------------------------------------------------------------------------------------------- pools
 TEMPLATE = json.loads((ROOT / "deployments" / "kubernetes-pool.json").read_text())
 
 
 def test_job_variables_are_those_of_the_pool() -> None:
-    found = read_variables(["gpus=4", "env={A: b}"], "image:1", "kubernetes", TEMPLATE)
+    found = read_variables(["gpus=4", "env={A: b}"], "image:1", "kubernetes", TEMPLATE, {"PYTHONSAFEPATH": "1"})
     assert found == {"gpus": 4, "image": "image:1", "env": {"A": "b", "PYTHONSAFEPATH": "1"}}
 
 
@@ -237,5 +296,113 @@ def test_job_variables_are_those_of_the_pool() -> None:
 )
 def test_job_variables_that_cannot_work_are_refused(given: list[str], image: str | None, kind: str, words: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        read_variables(given, image, kind, TEMPLATE)
+        read_variables(given, image, kind, TEMPLATE, {})
     assert words in f"{refused.value.message} {refused.value.remedy}"
+    with pytest.raises(ConfigError, match="kubernetes"):
+        require_type("kubernets")
+
+
+# --------------------------------------------------------------------------------------------------------------- watch
+class Runs:
+    """What Prefect was asked to start."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.keys: list[str] = []
+        self.away = False
+
+        def start(watch: Watch, once: str) -> str:
+            if self.away:
+                raise ConnectionError("away")
+            if once not in self.keys:  # as Prefect does with an idempotency key
+                self.keys.append(once)
+            return "run"
+
+        monkeypatch.setattr(Watch, "_start", start)
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Runs:
+    return Runs(monkeypatch)
+
+
+def watch(tmp_path: Path, said: list[str] | None = None) -> Watch:
+    data = tmp_path / "data"
+    data.mkdir(exist_ok=True)
+    spec = PipelineSpec(name="toy", recipe="recipe.py", storage=str(tmp_path / "store"))
+    return Watch(str(data), "pipeline/toy", spec, (said if said is not None else []).append)
+
+
+def test_new_data_starts_one_run_once_it_has_settled_also_over_restarts(tmp_path: Path, runs: Runs) -> None:
+    looking = watch(tmp_path)
+    assert [looking.look(), looking.look()] == [False, False], "what is there at first starts nothing"
+    (tmp_path / "data" / "a").write_text("1")
+    assert looking.look() is False, "it may still be growing"
+    (tmp_path / "data" / "a").write_text("12")
+    assert looking.look() is False
+    assert looking.look() is True
+    assert looking.look() is False
+    (tmp_path / "data" / "b").write_text("1")
+    again = watch(tmp_path)
+    assert [again.look(), again.look(), again.look()] == [False, True, False]
+    assert len(runs.keys) == 2
+    # Back to what was there before: that is a change as well, and another run.
+    (tmp_path / "data" / "b").unlink()
+    assert [again.look(), again.look()] == [False, True]
+    assert len(set(runs.keys)) == 3
+    [name] = Store.open(str(tmp_path / "store")).child("watch").children()
+    note = json.loads((tmp_path / "store" / "watch" / name).read_text())
+    assert (note["deployment"], note["url"], note["started"]) == ("pipeline/toy", str(tmp_path / "data"), 3)
+
+
+def test_a_run_that_was_created_before_the_note_was_written_is_not_created_twice(
+    tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looking = watch(tmp_path)
+    looking.look()
+    (tmp_path / "data" / "a").write_text("1")
+    looking.look()
+    with monkeypatch.context() as broken:
+        broken.setattr(Watch, "_write_note", lambda *_: (_ for _ in ()).throw(StorageError("full", field="x")))
+        with pytest.raises(StorageError):
+            looking.look()
+    again = watch(tmp_path)
+    assert [again.look(), again.look()] == [False, True]
+    assert len(runs.keys) == 1
+
+
+def test_what_is_away_is_waited_for_and_said_once(tmp_path: Path, runs: Runs, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    looking = watch(tmp_path, said)
+    looking.look()
+    (tmp_path / "data" / "a").write_text("1")
+
+    class Turns:
+        """An event that is set after a number of waits, and changes the world in between."""
+
+        left = 8
+
+        def is_set(self) -> bool:
+            return self.left == 0
+
+        def wait(self, _: float) -> None:
+            self.left -= 1
+            runs.away = self.left > 3
+
+    runs.away = True
+    looking.run(Turns())  # type: ignore[arg-type]
+    assert len(runs.keys) == 1
+    assert [line.partition(": ")[0] for line in said] == [
+        f"{tmp_path / 'data'} cannot be watched just now, and is tried again",
+        f"New data under {tmp_path / 'data'}",
+        f"{tmp_path / 'data'} is watched again.",
+    ]
+
+
+def test_a_url_that_cannot_be_listed_is_refused(tmp_path: Path) -> None:
+    looking = watch(tmp_path)
+    for url in (str(tmp_path / "nowhere"), "nosuchscheme://x", "s3:/x"):
+        looking.url = url
+        with pytest.raises(ConfigError) as refused:
+            looking.require_listable()
+        assert refused.value.field == "--watch"
+        assert refused.value.remedy

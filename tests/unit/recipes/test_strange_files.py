@@ -29,6 +29,7 @@ from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.tables.table_files import Table, TableForm, read_table
 from trainer_lib.recipes.texts.documents import DocumentSplits, TextDocument, read_documents
 from trainer_lib.storage import Store
+from trainflow.flows.server.new_data import Watch
 from trainflow.tasks.keys.sources import fingerprints
 
 Splits = dict[str, list[dict[str, Any]]]
@@ -222,16 +223,19 @@ def test_hidden_files_are_never_data_and_are_counted(tmp_path: Path, scheme: str
     for name in ("cats/0.csv", "dogs/0.csv"):
         store.write_bytes(name, b"a,b\n1,2\n")
     before = fingerprints([url + pattern])
+    watch = Watch(url, "p/d", None, print)  # type: ignore[arg-type]  # the listing needs no spec
+    listing = watch._listing()
     for name in HIDDEN:
         store.write_bytes(name, b"a,b\n1,2\n")
     assert [file.path for file in find_row_files([url + pattern])] == ["cats/0.csv", "dogs/0.csv"]
     assert fingerprints([url + pattern]) == before
+    assert watch._listing() == listing
     [sentence] = describe_hidden([url + pattern, "package:numpy"])
     assert describe_hidden([url + pattern, url + pattern]) == [sentence], "sources may have files in common"
     counted = {"": 8, "/**": 8, "/**/*.csv": 6, "/*/*.csv": 1}[pattern]
     assert sentence.startswith(f"{counted} hidden file")
     store.write_bytes("deep/er/0.csv", b"a,b\n1,2\n")
-    assert (fingerprints([url + pattern]) == before) is (pattern == "/*/*.csv")
+    assert (watch._listing() == listing) is False
 
 
 def test_a_hidden_folder_is_not_a_class_of_images(tmp_path: Path) -> None:

@@ -148,9 +148,9 @@ class ArrowSplit:
         kind = object if self._columns[ROW_ID] == TEXT else np.int64
         return np.fromiter((self._open_getters(shard)[ROW_ID](row) for shard, row in places), kind, stop - start)
 
-    def column_values(self, column: str) -> Iterator[Any]:
-        """The values of one column in all rows, in their order; other columns are not read."""
-        for index in range(self._rows):
+    def column_values(self, column: str, rows: Iterable[int] | None = None) -> Iterator[Any]:
+        """The values of one column in all or some rows, in their order; other columns are not read."""
+        for index in range(self._rows) if rows is None else rows:
             shard, row = self._locate(index)
             yield self._open_getters(shard)[column](row)
 
