@@ -32,6 +32,7 @@ from trainflow.flows.records.past_runs import read_run
 from trainflow.flows.records.prefect_runs import created_by_this_process, own_flow_run
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
 from trainflow.flows.records.run_logs import keep_logs
+from trainflow.flows.records.run_message import tell_of_run
 from trainflow.flows.reports.prefect_artifacts import live_report, run_artifacts
 from trainflow.flows.reports.run_record import RunRecord
 from trainflow.flows.run_stages import run_stages
@@ -102,7 +103,7 @@ def pipeline(
     result = PipelineResult(spec.name, "", spec.storage)
     ending = expected_ending()
     try:
-        with own_flow_run() as flow_run:
+        with own_flow_run() as flow_run, _told(spec, result):
             choose = partial(Plan.of, spec, only=only, start=start, from_run=from_run, debug=debug)
             plan = plan_of_try(choose, force or (), flow_run.began)
             # Before the first stage: hours of training must not end at a read-only folder.
@@ -124,6 +125,22 @@ def pipeline(
             raise
         return Cancelled(message="Interrupted (Ctrl-C).")
     return result
+
+
+@contextlib.contextmanager
+def _told(spec: PipelineSpec, result: PipelineResult) -> Iterator[None]:
+    """After the block, send how it ended to where the spec says."""
+    try:
+        yield
+    except TrainflowError as error:
+        result.error = error
+        tell_of_run(spec.notify, result)
+        raise
+    except KeyboardInterrupt:
+        result.error = Interrupted("Stopped by a signal.")
+        tell_of_run(spec.notify, result)
+        raise
+    tell_of_run(spec.notify, result)
 
 
 @contextlib.contextmanager

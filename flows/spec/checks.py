@@ -121,6 +121,7 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_gates(spec)
     _check_comparisons(spec, resolver)
     check_adapters(spec)
+    spec.notify.check()
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:

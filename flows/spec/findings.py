@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import MASK
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -90,7 +91,9 @@ def spec_error(error: ValidationError, raw: Mapping[str, Any], model: type[BaseM
     key, findings = next(iter(found.items()))
     first = _joined(values[key], findings)
     others = f" (Also wrong: {', '.join(list(found)[1:])}.)" if len(found) > 1 else ""
-    return ConfigError(f"{first.message}{others}", field=key, value=values[key], remedy=first.remedy)
+    # An address of a chat is a secret, in whatever form it stands there.
+    value = MASK if key == "notify" or key.startswith("notify.to") else values[key]
+    return ConfigError(f"{first.message}{others}", field=key, value=value, remedy=first.remedy)
 
 
 def _finding(item: ErrorDetails, key: str, value: Any, model: type[BaseModel]) -> _Finding:

@@ -44,6 +44,7 @@ from trainflow.tasks.configs import (
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.settings.benchmark_settings import list_tasks
 from trainflow.tasks.settings.keyed_settings import Duration, RecipePath
+from trainflow.tasks.tracking.notifying import NotifySettings
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -180,6 +181,7 @@ class PipelineSpec(Settings):
         default=RegisterConfig(), description="From a model to a version in MLflow's registry."
     )
     tracking: TrackingConfig = Field(default=TrackingConfig(), description="MLflow.")
+    notify: NotifySettings = Field(default=NotifySettings(), description="Who learns how a run ended.")
     sweep: SweepSettings | None = Field(default=None, description="Many trainings of this spec, and the best of them.")
 
     def __init_subclass__(cls, **options: Any) -> None:

@@ -29,6 +29,7 @@ from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import read_record, run_folder, write_record
+from trainflow.flows.records.run_message import describe_error, state_of
 from trainflow.flows.server.api import quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import SWEEP
@@ -44,6 +45,7 @@ from trainflow.flows.sweeps.trial_specs import (
 )
 from trainflow.flows.sweeps.trial_tasks import Events, SlotProcess, UnseenTrials
 from trainflow.tasks.tracking import mlflow_run as tracking
+from trainflow.tasks.tracking.notifying import Message
 
 _log = logging.getLogger(__name__)
 _IDENTITY, _TRACKED = "identity", "tracked_run"
@@ -205,6 +207,7 @@ class _Sweep:
         self._run: tracking.TrackedRun | None = None
         self._failure: TrainflowError | None = None
         self._deaths = 0
+        self._has_worked = False
         self._shown = UnseenTrials()
         self._slots = 1
 
@@ -225,7 +228,22 @@ class _Sweep:
                 self._run.finish(status, stages=1 + self._slots)
         result.mlflow_run_id = tracking.find_run_id(self._storage(), self._token())
         result.trials = [self._with_run_id(trial) for trial in result.trials]
+        if self._has_worked:
+            self._tell(result)
         return result
+
+    def _tell(self, result: SweepResult) -> None:
+        if not self._spec.notify.to:
+            return
+        best = [result.trial(number) for number in result.best]
+        lines = [
+            count_words(result),
+            *(f"best: trial {trial.number}, {reached_text(result.objective, trial.objective or ())}" for trial in best),
+            *describe_error(result.error),
+            f"Report: {result.report_url}",
+        ]
+        state = state_of(result.error)
+        self._spec.notify.send(Message(state, f"{result.pipeline}-{result.name} {state}", lines))
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
@@ -243,7 +261,7 @@ class _Sweep:
         Returns:
             What of the failure, in one line; empty without one.
         """
-        self._shown = trials
+        self._shown, self._has_worked = trials, True
         self._open_run()
         missing = self._ledger.num_trials - sum(
             trial.state in ("complete", "pruned", "failed") for trial in self._ledger.trials()

@@ -19,6 +19,7 @@ from trainflow.flows.spec.sweep_settings import Range, SweepSettings
 from trainflow.tasks.code.syntax import top_level_names
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage.manifest import compare_keys
+from trainflow.tasks.tracking.notifying import NotifySettings
 
 PARENT = "mlflow.parentRunId"
 _VARIED = ("prepare", "train", "evaluate")
@@ -65,6 +66,7 @@ def trial_spec(spec: PipelineSpec, values: Mapping[str, Any], tags: Mapping[str,
             "predict": own.predict.model_copy(update={"enabled": False}),
             "publish": own.publish.model_copy(update={"enabled": False}),
             "register": own.register.model_copy(update={"name": None}),
+            "notify": NotifySettings(),
             "evaluate": own.evaluate.model_copy(update={"require": {}}),
             "tracking": own.tracking.model_copy(update={"tags": {**own.tracking.tags, **tags}}),
         }

@@ -1,1 +1,1 @@
-"""The MLflow run of a pipeline, and the load of the machine."""
+"""The MLflow run of a pipeline, notifications, the load of the machine."""

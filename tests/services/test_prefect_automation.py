@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 import os
 import re
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.flows.test_notifications import webhook
 from tests.support.prefect_server import Server
 from tests.support.repository import ROOT
 
@@ -44,30 +41,6 @@ else:
 """
 
 
-@contextlib.contextmanager
-def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """A web server that takes JSON: its address, and what came."""
-    received: list[dict[str, Any]] = []
-
-    class Hook(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            received.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(200)
-            self.end_headers()
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hook) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_address[1]}/hook", received
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
     server = Server(tmp_path)
@@ -87,7 +60,7 @@ def test_a_crashed_run_is_reported(server: Server, tmp_path: Path) -> None:
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     shown: Any = re.search(r"```yaml\n# crashed.yaml\n(.*?)```", page, re.DOTALL)
     with webhook() as (hook, posts):
-        block = run("block", hook)
+        block = run("block", hook.replace("json://", "http://"))
         (tmp_path / "crashed.yaml").write_text(shown[1].replace("block_document_id: ID", f"block_document_id: {block}"))
         server.prefect("automation", "create", "--from-file", str(tmp_path / "crashed.yaml"))
         deadline = time.monotonic() + 120

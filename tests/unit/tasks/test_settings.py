@@ -1,8 +1,9 @@
-"""Sections of a spec: runners, sweeps, requirements and metrics of packages, and what refuses them."""
+"""Sections of a spec: runners, sweeps, requirements, messages and metrics of packages, and what refuses them."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
 import math
 from importlib import metadata
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 
 from tests.support import shared_sources, toy
 from trainer_lib.base.metric_names import read_metrics
-from trainer_lib.errors import ConfigError, GateError, from_record
+from trainer_lib.errors import CodeError, ConfigError, GateError, Interrupted, Pruned, from_record
+from trainflow.flows.records.results import PipelineResult, StageOutcome
+from trainflow.flows.records.run_message import describe_run, tell_of_run
 from trainflow.flows.spec.checks import check_spec, find_measured
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from trainflow.flows.spec.sweep_settings import Range
@@ -25,6 +28,7 @@ from trainflow.tasks.settings.runner_settings import RunnerSettings, check_runne
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.tracking.notifying import Message, NotifySettings
 
 
 def refused(**sections: Any) -> ConfigError:
@@ -216,6 +220,82 @@ def test_the_failure_names_every_missed_requirement_and_survives_a_process_bound
     assert (type(error), error.exit_code, error.retryable) == (GateError, 21, False)
     assert error.message == caught.value.message
     assert [check["passed"] for check in found.to_dicts()] == [False, False, True]
+
+
+# -- messages about how a run ended -----------------------------------------------------------------------------------
+SECRET = "json://user:hunter2-secret@127.0.0.1:9/hook"
+
+
+@pytest.mark.parametrize(
+    "place", ["slack://a/b/c", "https://hooks.slack.com/x", "team_chat", "block:teamchat", "9LIVES"]
+)
+def test_an_address_in_a_spec_is_refused_and_not_repeated(place: str) -> None:
+    for notify in ({"to": [place]}, {"to": place}, {"to": {place: place}}, place):
+        error = refused(notify=notify)
+        assert "notify" in str(error)
+        assert place not in str(error) + str(error.to_record())
+        if notify in ({"to": [place]}, {"to": place}):
+            assert "TEAM_CHAT" in str(error.remedy)
+
+
+def test_a_variable_that_is_not_set_or_holds_no_address_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = NotifySettings(to=["TEAM_CHAT", "block:slack-webhook/team"])
+    monkeypatch.delenv("TEAM_CHAT", raising=False)
+    with pytest.raises(ConfigError, match="is not set"):
+        settings.check()
+    monkeypatch.setenv("TEAM_CHAT", "hunter2-secret")
+    with pytest.raises(ConfigError, match="Apprise knows") as caught:
+        settings.check()
+    assert "hunter2" not in str(caught.value)
+    monkeypatch.setenv("TEAM_CHAT", SECRET)
+    settings.check()
+
+
+def test_a_place_that_does_not_answer_is_a_warning_without_the_secret(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TEAM_CHAT", SECRET)
+    with caplog.at_level(logging.DEBUG):
+        NotifySettings(to=["TEAM_CHAT"]).send(Message("failed", "toy failed", ["train: failed"]))
+    assert "The message to TEAM_CHAT could not be sent" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def test_a_message_says_what_failed_and_how_to_go_on() -> None:
+    result = PipelineResult("toy", "0123456789abcdef77", "store", run_name="toy-1", report_url="store/r.html")
+    result.stages = [StageOutcome("prepare-data", "ran", "", 3.0), StageOutcome("predict", "skipped", "")]
+    result.error = CodeError("ValueError: no", remedy="Correct it.")
+    message = describe_run(result)
+    assert (message.state, message.subject) == ("failed", "toy-1 failed")
+    assert message.lines == [
+        "prepare-data: ran, 3 s",
+        "your code raised: ValueError: no",
+        "Correct it.",
+        "Report: store/r.html",
+        "Resume: trainflow resume 0123456789abcdef --storage store",
+    ]
+
+
+def test_only_the_ends_that_are_asked_for_are_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[str] = []
+
+    def note(place: str, subject: str, body: str) -> bool:
+        sent.append(subject)
+        return True
+
+    monkeypatch.setattr("trainflow.tasks.tracking.notifying._send", note)
+    ends = (
+        PipelineResult("done", "", "s", stages=[StageOutcome("train", "ran", "", 1.0)]),
+        PipelineResult("cached", "", "s", stages=[StageOutcome("train", "cached", "")]),
+        PipelineResult("stopped", "", "s", error=Interrupted("Ctrl-C.")),
+        PipelineResult("pruned", "", "s", error=Pruned("Others were better.")),
+        PipelineResult("failed", "", "s", error=CodeError("no")),
+    )
+    for asked, expected in (({}, ["done finished", "failed failed"]), ({"on": ["stopped"]}, ["stopped stopped"])):
+        sent.clear()
+        for result in ends:
+            tell_of_run(NotifySettings.model_validate({"to": ["TEAM_CHAT"], **asked}), result)
+        assert sent == expected
 
 
 # -- metrics of packages ----------------------------------------------------------------------------------------------
