@@ -72,13 +72,8 @@ def _measure(
         if (split := request.data.splits.get(name)) is not None:  # else the worker names it
             sum_parts(attempt.store, name, rows=split.rows, rows_per_range=request.rows_per_range).forget_damaged()
     if _is_shared(config, request, settings, context):
-        answers = launch_shared(replace(request, step="ranges"), settings, context, attempt)
-        reasons = [answer.needs_all_rows for answer in answers if answer.needs_all_rows is not None]
-        if reasons:
-            message = f"One group of processes evaluates all rows, because {reasons[0]}."
-            attempt.progress.event({"event": "warning", "message": message})
-        else:
-            request, settings = replace(request, step="finish"), replace(settings, processes=1)
+        launch_shared(replace(request, step="ranges"), settings, context, attempt)
+        request, settings = replace(request, step="finish"), replace(settings, processes=1)
     result = launch_request(request, settings, context, attempt)
     for folder in (SUMS, f"{RECORDS}/{SUMS}"):
         attempt.store.delete_tree(folder)
@@ -105,7 +100,5 @@ def _is_shared(
 
 
 def _may_merge(config: EvaluateConfig, context: StageContext) -> bool:
-    """Whether the recipe has sums, or an object in place of a function, which a worker looks at."""
-    code = code_of(config, context)
-    is_object = code.defines("compute_metrics") and not code.functions("compute_metrics")
-    return code.defines("metric_sums") or is_object
+    """Whether the recipe has metrics that merge."""
+    return code_of(config, context).defines("metric_sums")

@@ -6,7 +6,6 @@ ranges.
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -46,8 +45,16 @@ class MergedMetrics:
         return total
 
     def merge(self, total: Sums | None, more: Sums) -> Sums:
-        """The sums of the rows of both."""
-        return merge_sums(total, more, dict.fromkeys(more, operator.add))
+        """The sums of the rows of both.
+
+        Raises:
+            ConfigError: the names or shapes differ.
+        """
+        if total is None:
+            return dict(more)
+        if total.keys() != more.keys():
+            raise _refuse(f"returned other names for other rows: {', '.join(sorted(total.keys() ^ more.keys()))}")
+        return {name: _add(name, value, more[name]) for name, value in total.items()}
 
     def compute(self, state: Sums) -> Any:
         """The metrics of all rows; lists become arrays again."""
@@ -69,27 +76,14 @@ def _read_sums(given: Any) -> Sums:
     return sums
 
 
-def merge_sums(total: Sums | None, more: Sums, functions: Mapping[str, Callable[[Any, Any], Any]]) -> Sums:
-    """Combine two results by `functions`, number by number; None stands for no rows so far.
-
-    Raises:
-        ConfigError: the names or shapes differ.
-    """
-    if total is None:
-        return dict(more)
-    if total.keys() != more.keys():
-        raise _refuse(f"returned other names for other rows: {', '.join(sorted(total.keys() ^ more.keys()))}")
-    return {name: _combine(name, value, more[name], functions[name]) for name, value in total.items()}
-
-
-def _combine(name: str, one: Any, other: Any, function: Callable[[Any, Any], Any]) -> Any:
+def _add(name: str, one: Any, other: Any) -> Any:
     shapes = np.shape(one), np.shape(other)
     if shapes[0] != shapes[1]:
         raise _refuse(f"returned arrays of shapes {list(shapes[0])} and {list(shapes[1])} for {name!r}")
     # Not by NumPy: its integers end at 64 bits.
     if isinstance(one, list):
-        return [_combine(name, *pair, function) for pair in zip(one, other, strict=True)]
-    return function(one, other)
+        return [_add(name, *pair) for pair in zip(one, other, strict=True)]
+    return one + other
 
 
 def _refuse(what: str) -> ConfigError:

@@ -4,15 +4,13 @@
     object           update(preds, target), compute(), reset(), as those of torchmetrics
     pair of a recipe metric_sums(p) -> {name: number or array} of any rows, metrics_from_sums(sums) -> {name: float}
 
-Pairs merge (`metric_sums`), and so do objects of torchmetrics whose states are sums, least or greatest values.
+Pairs merge (`metric_sums`).
 """
 
 from __future__ import annotations
 
-import operator
-import sys
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,10 +19,6 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, TrainflowError, from_exception
 from trainer_lib.evaluation import nested
-from trainer_lib.evaluation.metric_sums import Sums, merge_sums
-
-if TYPE_CHECKING:
-    from torchmetrics import Metric
 
 
 class BatchMetrics:
@@ -154,99 +148,3 @@ def _parse_number(name: str, value: Any) -> float:
         value=value if isinstance(value, str) else type(value).__name__,
         remedy="Return one number per name; files and tables belong in a callback.",
     )
-
-
-# -- metrics that merge -----------------------------------------------------------------------------------------------
-
-
-class MetricStates:
-    """A metric object of torchmetrics that merges (`why_not_merged`)."""
-
-    def __init__(self, metric: Any) -> None:
-        self._metric = metric
-        self._parts = _parts(metric)
-        self._kept: Sums | None = None
-        self.of_range = _KeepsStates(metric, self)
-
-    def take(self) -> Sums | None:
-        """The states after the range that was just evaluated."""
-        kept, self._kept = self._kept, None
-        return kept
-
-    def keep(self) -> None:
-        """Note the states of the rows so far."""
-        self._kept = {
-            f"{name}.{state}": getattr(part, state).detach().cpu().tolist()
-            for name, part in _parts(self._metric).items()
-            for state in part._defaults
-        }
-
-    def merge(self, total: Sums | None, more: Sums) -> Sums:
-        """The states of the rows of both."""
-        known, parts = _reductions(), self._parts.items()
-        functions = {f"{name}.{state}": known[kind] for name, part in parts for state, kind in part._reductions.items()}
-        return merge_sums(total, more, functions)
-
-    def compute(self, state: Sums) -> Mapping[str, Any]:
-        """The metrics of all rows."""
-        self._metric.reset()
-        for name, part in self._parts.items():
-            defaults: dict[str, Any] = part._defaults
-            for key, default in defaults.items():
-                setattr(part, key, torch.tensor(state[f"{name}.{key}"], dtype=default.dtype, device=part.device))
-            part._update_count = 1  # else it warns that it has seen nothing
-        value = self._metric.compute()
-        self._metric.reset()
-        return value if isinstance(value, Mapping) else {type(self._metric).__name__: value}
-
-
-class _KeepsStates:
-    """A metric object that keeps its states in place of computing metrics of them."""
-
-    def __init__(self, metric: Any, states: MetricStates) -> None:
-        self.update, self.reset = metric.update, metric.reset
-        self.device = getattr(metric, "device", "cpu")
-        self._states = states
-
-    def compute(self) -> dict[str, float]:
-        """Keep the states of the rows so far; there are no metrics yet."""
-        self._states.keep()
-        return {}
-
-
-def why_not_merged(metric: Any) -> str | None:
-    """Why a metric object does not merge by its states, as a clause about it; None: it does."""
-    if not _derives(metric):
-        return f"{type(metric).__name__} is not a metric of torchmetrics, so its states are not known"
-    for name, part in _parts(metric).items():
-        if len([module for module in part.modules() if _derives(module)]) > 1:
-            return f"{name} wraps another metric"
-        if not part._reductions:
-            return f"{name} has no states of its own"
-        for state, reduction in part._reductions.items():
-            if reduction not in _reductions():
-                kind = "all rows" if isinstance(part._defaults[state], list) else "what cannot be added up"
-                return f"{name} keeps {kind} ({state})"
-    return None
-
-
-def _parts(metric: Any) -> dict[str, Metric]:
-    """The metrics of a collection by name, or the one there is; those that share states have them all."""
-    if hasattr(metric, "items"):
-        return dict(metric.items(keep_base=True))
-    return {type(metric).__name__: metric}
-
-
-def _derives(metric: Any) -> bool:
-    if "torchmetrics" not in sys.modules:
-        return False
-    from torchmetrics import Metric, MetricCollection
-
-    return isinstance(metric, Metric | MetricCollection)
-
-
-def _reductions() -> dict[Any, Callable[[Any, Any], Any]]:
-    """The functions by which torchmetrics reduces states over ranks -> the same for two numbers."""
-    from torchmetrics.utilities import dim_zero_max, dim_zero_min, dim_zero_sum
-
-    return {dim_zero_sum: operator.add, dim_zero_max: max, dim_zero_min: min}

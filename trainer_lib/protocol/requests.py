@@ -124,13 +124,11 @@ class EvaluateResult:
     """Files written, and the metrics: split -> name -> value.
 
     Attributes:
-        needs_all_rows: why a worker that was asked for ranges has measured none, as a clause; None: it has.
         warnings: sentences about what may be wrong with the model.
     """
 
     files: tuple[FileEntry, ...]
     metrics: dict[str, dict[str, float]]
-    needs_all_rows: str | None = None
     warnings: tuple[str, ...] = ()
 
 

@@ -34,7 +34,7 @@ from trainer_lib.evaluation.benchmarks import Suite
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.importance import BATCH, Dealt, list_plain_columns, measure_importance
 from trainer_lib.evaluation.metric_sums import MergedMetrics
-from trainer_lib.evaluation.metrics import MetricStates, is_metric_object, parse_metrics, why_not_merged
+from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
 from trainer_lib.evaluation.named_metrics import (
     MAX_INTERVALS,
     SLICES,
@@ -78,31 +78,19 @@ from trainer_lib.worker.train import HISTORY
 _LIMIT = 256 << 20
 
 
-def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> tuple[MergedMetrics | MetricStates | None, str]:
-    """The metrics that this worker measures range by range; None, and why as a clause, where it needs all rows."""
+def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> MergedMetrics | None:
+    """The metrics that this worker measures range by range; None where it needs all rows."""
     recipe, request = work.recipe, work.request
-    for name in ("resamples", "confidence", "metrics", "slices"):
-        if getattr(request, name):
-            return None, f"evaluate.{name} needs all rows"
-    if recipe.trainer_class(Trainer) is not Trainer:
-        return None, "the recipe has its own Trainer"
-    if work.world_size > 1:
-        return None, "several processes evaluate as one group"
-    if (merged := recipe.merged_metrics_with(data)) is not None:
-        return merged, ""
-    metric = recipe.compute_metrics
-    if not is_metric_object(metric):
-        return None, "compute_metrics needs all rows"
-    reason = why_not_merged(metric)
-    return (MetricStates(metric), "") if reason is None else (None, reason)
+    needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
+    if needs_all_rows or recipe.trainer_class(Trainer) is not Trainer or work.world_size > 1:
+        return None
+    return recipe.merged_metrics_with(data)
 
 
 class RangeEvaluation:
     """The ranges of one request, and the Trainer that measures them."""
 
-    def __init__(
-        self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: MergedMetrics | MetricStates
-    ) -> None:
+    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: MergedMetrics) -> None:
         self._request = work.request
         self._store = store
         self._trainer = trainer
@@ -342,9 +330,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     args = arguments(work, "evaluate", store.url)
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
-    merging, reason = find_range_metrics(work, data)
-    if request.step == "ranges" and merging is None:
-        return EvaluateResult((), {}, needs_all_rows=reason)
+    merging = find_range_metrics(work, data)
     events = events_callback(work, args)
     trainer = build_trainer(work, args, model, [] if merging is not None else [events])
     measured: list[FileEntry] = []

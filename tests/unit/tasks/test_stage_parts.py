@@ -200,17 +200,14 @@ def test_an_error_names_its_own_section() -> None:
         Resolver().arguments({"seed": -1}, prefix="evaluate.args")
 
 
-def evaluated(
-    folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch, reason: str | None = None
-) -> tuple[list[Any], list[str]]:
-    """The launches of an evaluation with two processes: (step, processes) of each, and the warnings."""
+def evaluated(folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The launches of an evaluation with two processes: (step, processes) of each."""
     (folder / "recipe.py").write_text(recipe)
     launches: list[Any] = []
-    warnings: list[str] = []
 
     def shared(request: Any, settings: Any, *_: Any) -> tuple[EvaluateResult, ...]:
         launches.append((request.step, "shared"))
-        return (EvaluateResult((), {}, needs_all_rows=reason),) * 2
+        return (EvaluateResult((), {}),) * 2
 
     def alone(request: Any, settings: Any, *_: Any) -> EvaluateResult:
         launches.append((request.step, settings.processes))
@@ -219,26 +216,22 @@ def evaluated(
     monkeypatch.setattr(evaluate, "launch_shared", shared)
     monkeypatch.setattr(evaluate, "launch_request", alone)
     monkeypatch.setattr(evaluate, "apart", lambda config: [config] * 2)
-    store, progress = Store.open(folder / "out"), SimpleNamespace(event=lambda event: warnings.append(event["message"]))
-    attempt: Any = SimpleNamespace(store=store, progress=progress)
+    store = Store.open(folder / "out")
+    attempt: Any = SimpleNamespace(store=store)
     context = StageContext(name="shared", recipe=str(folder / "recipe.py"), storage=str(folder), root=str(folder))
     data, args = PreparedData("", {}, {}, ()), {"use_cpu": True}
     request = EvaluateRequest(output=store.url, data=data, model_url="", splits=(), args=args)
     evaluate._measure(EvaluateConfig(), request, LaunchSettings(processes=2), context, attempt)
-    return launches, warnings
+    return launches
 
 
-def test_sums_and_objects_are_shared_and_functions_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sums_are_shared_and_functions_and_objects_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     function = "def compute_metrics(p):\n    return {}\n"
     sums = "def metric_sums(p):\n    return {}\n\n\ndef metrics_from_sums(sums):\n    return {}\n"
     an_object = "from torchmetrics import MeanMetric\n\ncompute_metrics = MeanMetric()\n"
-    for recipe in (sums, an_object):
-        assert evaluated(tmp_path, recipe, monkeypatch) == ([("ranges", "shared"), ("finish", 1)], [])
-    assert evaluated(tmp_path, function, monkeypatch) == ([("all", 2)], [])
-    # What needs all rows is measured by one group, which is said.
-    launches, warnings = evaluated(tmp_path, an_object, monkeypatch, "MulticlassAUROC keeps all rows (preds)")
-    assert launches == [("ranges", "shared"), ("all", 2)]
-    assert warnings == ["One group of processes evaluates all rows, because MulticlassAUROC keeps all rows (preds)."]
+    assert evaluated(tmp_path, sums, monkeypatch) == [("ranges", "shared"), ("finish", 1)]
+    for recipe in (function, an_object):
+        assert evaluated(tmp_path, recipe, monkeypatch) == [("all", 2)]
 
 
 BERT = {"config.json": json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}).encode()}

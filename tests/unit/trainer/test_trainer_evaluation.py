@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import math
 import weakref
 from collections import UserDict
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +18,6 @@ from trainer_lib import Trainer
 from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
-from trainer_lib.evaluation.metrics import MetricStates, why_not_merged
 
 ROWS = classification_rows(11)
 LABELS = [row["labels"] for row in ROWS]
@@ -432,124 +428,3 @@ def test_anything_else_is_refused_by_name(value: Any, tmp_path: Path) -> None:
     one.compute_metrics = lambda p: [1.0]  # type: ignore[assignment]
     with pytest.raises(ConfigError, match="compute_metrics = list: The function did not return a mapping"):
         one.evaluate()
-
-
-SIXTY = 60
-
-
-def _metrics(name: str) -> Any:
-    from torchmetrics import MaxMetric, MetricCollection, classification, regression  # seconds
-
-    classes: dict[str, Any] = {"num_classes": 3}
-    made: dict[str, Callable[[], Any]] = {
-        "accuracy": lambda: classification.MulticlassAccuracy(**classes),
-        "f1": lambda: classification.MulticlassF1Score(**classes, average="macro"),
-        "confusion": lambda: classification.MulticlassConfusionMatrix(**classes, normalize="true"),
-        "kappa": lambda: classification.MulticlassCohenKappa(**classes),
-        "binned": lambda: classification.MulticlassAUROC(**classes, thresholds=20),
-        "squared": regression.MeanSquaredError,
-        "absolute": regression.MeanAbsoluteError,
-        "r2": regression.R2Score,
-        "largest": MaxMetric,
-        "collection": lambda: MetricCollection({"macro": made["f1"](), "kappa": made["kappa"](), "top": top()}),
-    }
-
-    def top() -> Any:
-        return classification.MulticlassAccuracy(**classes, average="micro")
-
-    return made[name]()
-
-
-def _batches(name: str) -> list[tuple[torch.Tensor, ...]]:
-    generator = torch.Generator().manual_seed(0)
-    if name in ("squared", "absolute", "r2", "largest"):
-        rows = torch.randn(SIXTY, 2, generator=generator)
-        return [tuple(part.unbind(1)) for part in torch.split(rows, 7)]
-    scores, labels = torch.randn(SIXTY, 3, generator=generator), torch.randint(0, 3, (SIXTY,), generator=generator)
-    return list(zip(torch.split(scores.softmax(-1), 7), torch.split(labels, 7), strict=True))
-
-
-def _update(metric: Any, name: str, batch: tuple[torch.Tensor, ...]) -> None:
-    metric.update(*(batch[:1] if name == "largest" else batch))
-
-
-def _numbers(found: Any) -> list[float]:
-    values = found.values() if isinstance(found, dict) else [found]
-    return [float(each) for value in values for each in torch.as_tensor(value).reshape(-1)]
-
-
-def _merged(name: str, batches: list[Any], ranges: int) -> list[float]:
-    """The metrics of ranges, each measured by a metric of its own and sent as JSON."""
-    total = None
-    for part in range(ranges):
-        states = MetricStates(_metrics(name))
-        for batch in batches[part::ranges]:
-            _update(states.of_range, name, batch)
-        states.of_range.compute()
-        states.of_range.reset()
-        taken = states.take()
-        assert taken is not None
-        total = MetricStates(_metrics(name)).merge(total, json.loads(json.dumps(taken)))
-    assert total is not None
-    # As in a process that has measured nothing.
-    return _numbers(dict(MetricStates(_metrics(name)).compute(total)))
-
-
-NAMES = ("accuracy", "f1", "confusion", "kappa", "binned", "squared", "absolute", "r2", "largest", "collection")
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_ranges_and_all_rows_give_the_same_numbers(name: str) -> None:
-    batches, whole = _batches(name), _metrics(name)
-    assert why_not_merged(whole) is None
-    for batch in batches:
-        _update(whole, name, batch)
-    expected = _numbers(whole.compute())
-    # Counts are exact; sums of floats differ by the order of their addition, in the metric's own 32 bits.
-    exact = name not in ("squared", "absolute", "r2")
-    for ranges in (1, 2, 4):
-        found = _merged(name, batches, ranges)
-        assert found == expected if exact else found == pytest.approx(expected, rel=1e-5)
-
-
-def test_a_metric_that_has_measured_goes_on_with_other_states() -> None:
-    batches = _batches("collection")
-    states = MetricStates(_metrics("collection"))
-    for batch in batches:
-        states.of_range.update(*batch)
-    states.of_range.compute()
-    states.of_range.reset()
-    taken = states.take()
-    assert taken is not None
-    doubled = states.merge(taken, taken)
-    assert _numbers(dict(states.compute(doubled))) == pytest.approx(_numbers(dict(states.compute(taken))))
-    assert states.take() is None
-
-
-def test_what_does_not_merge_is_named() -> None:
-    import torchmetrics
-    from torchmetrics import classification, regression, wrappers
-
-    multiclass: dict[str, Any] = {"num_classes": 3}
-    reasons = {
-        "MulticlassAUROC keeps all rows": classification.MulticlassAUROC(**multiclass),
-        "PearsonCorrCoef keeps what cannot be added up": regression.PearsonCorrCoef(),
-        "wraps another metric": wrappers.ClasswiseWrapper(classification.MulticlassAccuracy(**multiclass)),
-        "CatMetric keeps all rows": torchmetrics.CatMetric(),
-    }
-    for words, metric in reasons.items():
-        assert words in str(why_not_merged(metric)), metric
-
-    class Own:
-        update = compute = reset = None
-
-    assert why_not_merged(Own()) == "Own is not a metric of torchmetrics, so its states are not known"
-
-
-def test_numbers_that_are_not_finite_cross_processes() -> None:
-    states = MetricStates(_metrics("squared"))
-    states.of_range.update(torch.tensor([math.inf]), torch.tensor([0.0]))
-    states.of_range.compute()
-    taken = states.take()
-    assert taken is not None
-    assert next(iter(states.compute(json.loads(json.dumps(taken))).values())) == math.inf
