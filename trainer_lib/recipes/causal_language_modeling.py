@@ -234,8 +234,4 @@ def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any])
         tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
         return tokens
 
-    def answer(prompt: str, expected: str) -> tuple[list[int], list[bool]]:
-        asked, more = ask(prompt), tokenizer(expected, add_special_tokens=False, verbose=False)["input_ids"]
-        return [*asked, *more], [*[False] * len(asked), *[True] * len(more)]
-
-    return answer_prompts(model, Wording(tokenizer, ask, answer, data.info["length"]), options, data.build_first)
+    return answer_prompts(model, Wording(tokenizer, ask, data.info["length"]), options, data.build_first)

@@ -34,7 +34,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.mixture import SOURCE
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
 from trainer_lib.recipes.causal_language_modeling import describe_likelihoods
@@ -42,7 +42,7 @@ from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
 from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
-from trainer_lib.recipes.texts.conversations import FIELD, ConversationSplits, Faults, read_conversation, read_question
+from trainer_lib.recipes.texts.conversations import FIELD, ConversationSplits, Faults, read_question
 from trainer_lib.recipes.texts.judged_prompts import Wording, answer_prompts
 from trainer_lib.recipes.texts.packed_batches import (
     NEW_TOKENS,
@@ -337,19 +337,7 @@ def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any])
     template, system = ChatTemplate(kept_tokenizer(data), None), data.info["system"]
     first = [] if system is None else [{"role": "system", "content": system}]
 
-    def answer(prompt: str, expected: str) -> tuple[np.ndarray, np.ndarray]:
-        turns = [*first, {"role": "user", "content": prompt}, {"role": "assistant", "content": expected}]
-        try:
-            return template.tokenize(read_conversation("", {"messages": turns}, "messages"), loss_on="last")
-        except FaultyError as fault:
-            remedy = "Change the prompt or its answer."
-            raise ConfigError(
-                f"{fault}.", field="evaluate.options.prompts", value=prompt[:200], remedy=remedy
-            ) from fault
-
     def ask(prompt: str) -> list[int]:
         return template.ask([*first, {"role": "user", "content": prompt}])
 
-    return answer_prompts(
-        model, Wording(template.tokenizer, ask, answer, data.info["length"]), options, data.build_first
-    )
+    return answer_prompts(model, Wording(template.tokenizer, ask, data.info["length"]), options, data.build_first)

@@ -115,7 +115,7 @@ def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencie
     assert recipe.after_evaluate(trainer.model, data, {}) == {}
     asked = {"prompts": [{"prompt": "def ", "answer": "f"}], "sample_tokens": 5}
     judged = recipe.after_evaluate(trainer.model, data, asked)["metrics"]
-    assert set(judged) == {"answers_right", "answers_right_low", "answers_right_high", "answer_nats"}
+    assert set(judged) == {"answers_right", "answers_right_low", "answers_right_high"}
 
 
 @pytest.mark.parametrize("isolate", ["positions", "mask"])

@@ -1,8 +1,7 @@
 """Answers to a fixed list of prompts: by the model, and by the model as it was before training; which are right.
 
-Both are compared prompt by prompt. Right and wrong answers: the exact test of McNemar, which is binomial over the
-prompts where only one is right. Nats of the expected answers: the signed-rank test of Wilcoxon. Intervals hold 95 %:
-Wilson's for a share, from resamples of the prompts for a difference.
+Both are compared prompt by prompt, by the exact test of McNemar, which is binomial over the prompts where only one is
+right. Intervals hold 95 %: Wilson's for a share, from resamples of the prompts for a difference.
 """
 
 from __future__ import annotations
@@ -16,14 +15,12 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
+from torch import nn
 
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.shared.model_places import as_it_began
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
-from trainer_lib.recipes.texts.packed_batches import NO_TARGET, TOGETHER, generate, known_ends
+from trainer_lib.recipes.texts.packed_batches import generate, known_ends
 
 FIELD = "evaluate.options"
 FILE = "prompts.json"
@@ -35,7 +32,6 @@ _DEFAULTS: dict[str, Any] = {
     "judge": "equal",  # when an answer is right: equal to an expected one, or contains it
     "generate_with": "transformers",  # or vllm
 }
-Tokens = Sequence[int] | np.ndarray
 _JUDGES = ("equal", "contains")
 _RESAMPLES = 2000
 _SHOWN_CHARACTERS = 2000
@@ -85,13 +81,11 @@ class Wording:
 
     Attributes:
         ask: the tokens of a prompt.
-        answer: the tokens of a prompt with an answer, and which of them are the answer's, bool ``[tokens]``.
-        length: the most tokens of both.
+        length: the most tokens of a prompt with an answer.
     """
 
     tokenizer: Any
     ask: Callable[[str], Sequence[int]]
-    answer: Callable[[str, str], tuple[Tokens, Tokens]]
     length: int
 
 
@@ -134,11 +128,10 @@ def _build_again(model: nn.Module, first: Callable[[], nn.Module] | None) -> nn.
 
 @dataclass(frozen=True)
 class _Measured:
-    """Answers to all prompts; of those with an expected answer whether it is right, and its nats per token."""
+    """Answers to all prompts, and of those with an expected answer whether it is right."""
 
     answers: list[str]
     right: list[bool | None]
-    nats: list[float | None]
 
 
 def _measure(
@@ -147,63 +140,31 @@ def _measure(
     make = partial(generate_with_vllm, wording.tokenizer) if chosen["generate_with"] == "vllm" else generate
     made = make(model, asked, chosen["sample_tokens"])
     answers = wording.tokenizer.batch_decode(made, skip_special_tokens=True)
-    judged = [number for number, prompt in enumerate(prompts) if prompt.expected]
-    pairs = [wording.answer(prompts[number].text, prompts[number].expected[0]) for number in judged]
-    fitting = [number for number, (tokens, _) in zip(judged, pairs, strict=True) if len(tokens) <= wording.length]
-    nats = expected_nats(model, [pair for pair in pairs if len(pair[0]) <= wording.length])
-    found = dict(zip(fitting, nats, strict=True))
     right = [
         prompt.judges(answer, chosen["judge"]) if prompt.expected else None
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    return _Measured(answers, right, [found.get(number) for number in range(len(prompts))])
-
-
-def expected_nats(model: nn.Module, pairs: Sequence[tuple[Tokens, Tokens]]) -> list[float]:
-    """Nats per token of expected answers: the mean negative log-likelihoods of their tokens."""
-    device, nats = next(model.parameters()).device, list[float]()
-    for start in range(0, len(pairs), TOGETHER):
-        some = pairs[start : start + TOGETHER]
-        rows = [torch.tensor(np.asarray(tokens), dtype=torch.long) for tokens, _ in some]
-        marks = [torch.tensor(np.asarray(answers), dtype=torch.bool) for _, answers in some]
-        ids = pad_sequence(rows, batch_first=True).to(device)
-        used = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True).to(device)
-        targets = ids.masked_fill(~pad_sequence(marks, batch_first=True).to(device), NO_TARGET)[:, 1:]
-        with torch.no_grad():
-            logits: Tensor = model(input_ids=ids, attention_mask=used).logits[:, :-1]
-        losses = nn.functional.cross_entropy(
-            logits.transpose(1, 2).float(), targets, ignore_index=NO_TARGET, reduction="none"
-        )
-        nats += (losses.sum(dim=1) / (targets != NO_TARGET).sum(dim=1).clamp(min=1)).tolist()
-    return nats
+    return _Measured(answers, right)
 
 
 def _compare(now: _Measured, before: _Measured | None) -> Iterator[tuple[str, float]]:
     """Metrics of the judged prompts; with the model before training, the difference and the test of it."""
-    from scipy.stats import binomtest, wilcoxon
+    from scipy.stats import binomtest
 
     right = np.array([value for value in now.right if value is not None], float)
-    nats = np.array([value for value in now.nats if value is not None], float)
-    if len(right):
-        interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
-        yield "answers_right", float(right.mean())
-        yield "answers_right_low", float(interval.low)
-        yield "answers_right_high", float(interval.high)
-    if len(nats):
-        yield "answer_nats", float(nats.mean())
+    if not len(right):
+        return
+    interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
+    yield "answers_right", float(right.mean())
+    yield "answers_right_low", float(interval.low)
+    yield "answers_right_high", float(interval.high)
     if before is None:
         return
-    if len(right):
-        earlier = np.array([value for value in before.right if value is not None], float)
-        gained, lost = int((right > earlier).sum()), int((right < earlier).sum())
-        yield "answers_right_before", float(earlier.mean())
-        yield from _gain("answers_gain", right - earlier)
-        yield "answers_gain_p", float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-    if len(nats):
-        earlier = np.array([value for value in before.nats if value is not None], float)
-        yield "answer_nats_before", float(earlier.mean())
-        yield from _gain("answer_nats_gain", earlier - nats)
-        yield "answer_nats_gain_p", float(wilcoxon(earlier, nats).pvalue) if (earlier != nats).any() else 1.0
+    earlier = np.array([value for value in before.right if value is not None], float)
+    gained, lost = int((right > earlier).sum()), int((right < earlier).sum())
+    yield "answers_right_before", float(earlier.mean())
+    yield from _gain("answers_gain", right - earlier)
+    yield "answers_gain_p", float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
 
 
 def _gain(name: str, differences: np.ndarray) -> Iterator[tuple[str, float]]:

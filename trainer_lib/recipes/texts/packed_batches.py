@@ -27,7 +27,7 @@ mask: the block-diagonal mask is given as well, for a model that takes one and d
 NO_TARGET = -100
 NEW_TOKENS = "new_tokens"
 """The column of new rows that says how many tokens their text is continued by, at most."""
-TOGETHER = 16
+_TOGETHER = 16
 """Prompts that a model continues at once."""
 _TOLERANCE = 0.02  # of the largest logit: positions are rounded, and half precision has three digits
 
@@ -385,8 +385,8 @@ def generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> l
     ends, device = set(known_ends(model)), next(model.parameters()).device
     made: list[list[int]] = [[] for _ in prompts]
     order = sorted(range(len(prompts)), key=lambda number: len(prompts[number]))
-    for start in range(0, len(order), TOGETHER):
-        some = order[start : start + TOGETHER]
+    for start in range(0, len(order), _TOGETHER):
+        some = order[start : start + _TOGETHER]
         ids, mask = (part.to(device) for part in batch_prompts([prompts[number] for number in some], pad=0))
         with torch.no_grad():
             new = continue_prompts(model, ids, mask, torch.full((len(some),), new_tokens, device=device))
