@@ -292,19 +292,6 @@ def test_a_stream_without_state_is_read_again_up_to_the_position_and_says_so(
     assert read(loader, epoch=1, step=3) == whole[6:]
 
 
-@pytest.mark.parametrize("kind", ["stream", "loader"])
-def test_what_reading_up_to_the_position_takes_is_told_after_the_first_batches(
-    kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clock = itertools.count(0.0, 0.2)
-    monkeypatch.setattr("trainer_lib.data.loading.iterable.time.perf_counter", lambda: next(clock))
-    loader: Any = iterable(Stream(ROWS)) if kind == "stream" else foreign(DataLoader(ROWS, batch_size=2))  # type: ignore[arg-type]
-    with caplog.at_level(logging.INFO, logger="trainer_lib"):
-        next(loader.micros(0, 5))
-    assert "3 of 10 batches were discarded in 0.6 s: about 1 s more." in caplog.text
-    assert "10 batches were discarded in 2.0 s." in caplog.text
-
-
 def test_a_stream_with_state_is_put_back_where_it_was() -> None:
     loader = iterable(StatefulStream(ROWS))
     micros = loader.micros(1, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import logging
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,9 +19,10 @@ from trainer_lib.data.loading.generators import (
     seed_generators,
 )
 from trainer_lib.data.loading.items import count_samples
-from trainer_lib.data.loading.iterable import Skip
+from trainer_lib.data.loading.iterable import discard
 from trainer_lib.data.loading.loader import Micro, has_length, refuse_change
 
+_log = logging.getLogger(__name__)
 _LOADER = "The DataLoader has no state to restore"
 
 
@@ -96,7 +98,7 @@ class ForeignLoader:
             seed_generators(self._seed + epoch)
             self._keep_start()
             batches = iter(self.loader)
-            self._create_skip(start_step).discard_from(batches)
+            discard(batches, self._batches_before(start_step))
         # Batches go to the ranks in turn, so every rank has to read all of them.
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
@@ -143,8 +145,10 @@ class ForeignLoader:
             with generators_seeded(self._seed):  # a loader may begin to read in order to have a state
                 self._keep_start()
             self._restored = state["loader"]
-        else:
-            self._create_skip(step).announce()
+        elif step and self._rank == 0:
+            _log.warning(
+                "%s: reading and discarding %d batches up to the position.", _LOADER, self._batches_before(step)
+            )
 
-    def _create_skip(self, steps: int) -> Skip:
-        return Skip(steps * self._accumulation * self._world, _LOADER, logs=self._rank == 0)
+    def _batches_before(self, step: int) -> int:
+        return step * self._accumulation * self._world

@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -29,7 +28,6 @@ _DATASET = "The iterable dataset has no state to restore"
 _BUFFERED = "The iterable dataset's own state leaves out what its shuffle buffer holds"
 _BLOCK = 4096  # rounds whose seeds are computed at once
 _log = logging.getLogger(__name__)
-_ESTIMATE_AFTER_S = 0.5  # long enough for an estimate, short enough to be useful
 
 
 class _Part(NamedTuple):
@@ -73,7 +71,7 @@ class Shares(IterableDataset[_Part]):
         self.collate = collate
         self.epoch = 0
         self.first_round = 0
-        self.skip: Skip | None = None  # the rounds before `first_round`, when they must be read first
+        self.reads_all = False  # whether the rounds before `first_round` must be read first
         self.outside: torch.Tensor | None = None  # epoch and first round in shared memory, for persistent workers
         self._global_batch = global_batch
         # A global batch that is smaller than a round of full micro-batches is divided evenly.
@@ -89,7 +87,7 @@ class Shares(IterableDataset[_Part]):
             epoch, self.first_round = self.outside.tolist()
             self.begin_epoch(epoch)
         number, room = self.first_round, self._global_batch
-        samples = None if self.skip is None else self._read_to_first_round(self.skip)
+        samples = self._read_to_first_round() if self.reads_all else None
         while True:
             with keep_generators():
                 seed = int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0])
@@ -103,9 +101,8 @@ class Shares(IterableDataset[_Part]):
             number += 1
             room = room - len(unit) or self._global_batch  # a round never crosses the end of a global batch
 
-    def _read_to_first_round(self, skip: Skip) -> Iterator[Any]:
+    def _read_to_first_round(self) -> Iterator[Any]:
         """Read the stream up to the first round. Rounds are read under their own seeds, as in the interrupted run."""
-        skip.begin()
         samples: Iterator[Any] | None = None
         room = self._global_batch
         with keep_generators():
@@ -116,7 +113,6 @@ class Shares(IterableDataset[_Part]):
                     samples = iter(self.stream) if samples is None else samples
                     unit = itertools.islice(samples, min(room, self._world * self._micro))
                     room = room - sum(1 for _ in unit) or self._global_batch
-                    skip.tick()
         return iter(self.stream) if samples is None else samples
 
     def begin_epoch(self, epoch: int) -> None:
@@ -252,14 +248,14 @@ class IterableLoader(DataLoader[Any]):
 
     def rounds(self) -> Iterator[Micro]:
         """One pass for evaluation; a round in which this rank has no samples yields None or a dummy batch."""
-        self.shares.first_round, self.shares.skip = 0, None
+        self.shares.first_round, self.shares.reads_all = 0, False
         self.set_epoch(0)
         for part in self._reader:
             yield Micro(part.batch, part.real, part.share)
 
     def _iterate_parts(self, start_step: int) -> Iterator[_Part]:
         rounds = start_step * self._accumulation
-        self.shares.first_round, self.shares.skip = rounds, None
+        self.shares.first_round, self.shares.reads_all = rounds, False
         if self._restored is not None:
             self.shares.stream.load_state_dict(self._restored)
             self._restored = None
@@ -268,20 +264,16 @@ class IterableLoader(DataLoader[Any]):
             self.shares.first_round = 0
             self._share_position()
             parts = iter(self._reader)
-            self._create_skip(rounds).discard_from(parts)
+            discard(parts, rounds)
             return parts
-        elif rounds:
-            self.shares.skip = self._create_skip(rounds)
+        else:
+            self.shares.reads_all = rounds > 0
         self._share_position()
         return iter(self._reader)
 
     def close(self) -> None:
         """End the workers."""
         end_workers(self._reader)
-
-    def _create_skip(self, rounds: int, what: str = _DATASET) -> Skip:
-        samples = rounds // self._accumulation * self.global_batch
-        return Skip(rounds, what, samples=samples, logs=self._rank == 0)
 
     def state(self) -> dict[str, Any]:
         """The global batch and, without workers, the dataset's own state if it has a complete one."""
@@ -306,9 +298,10 @@ class IterableLoader(DataLoader[Any]):
         stream = self.shares.stream
         if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
             self._restored = state["dataset"]
-        else:
+        elif step and self._rank == 0:
             what = _DATASET if has_complete_state(stream) else _BUFFERED
-            self._create_skip(step * self._accumulation, what).announce()
+            batches = f"{step * self.global_batch:,} samples ({step * self._accumulation:,} batches)"
+            _log.warning("%s: reading and discarding %s up to the position.", what, batches)
 
     def _refuse_other_workers(self, before: Any) -> None:
         if max(1, before if isinstance(before, int) else self.num_workers) != max(1, self.num_workers):
@@ -321,58 +314,10 @@ class IterableLoader(DataLoader[Any]):
             )
 
 
-class Skip:
-    """Batches that are read and discarded.
-
-    Args:
-        batches: number of batches to discard on this rank.
-        what: what they are read from, and why; begins the log message.
-        samples: number of samples over all ranks; None when unknown.
-        logs: whether this rank logs.
-    """
-
-    def __init__(self, batches: int, what: str, *, samples: int | None = None, logs: bool = True) -> None:
-        self.batches = batches
-        self._what = what
-        self._samples = samples
-        self._logs = logs and batches > 0
-        self._done = 0
-        self._started: float | None = None
-        self._estimated = False
-
-    def announce(self) -> None:
-        """Log what will be read, before it starts."""
-        if self._logs:
-            read = f"{self.batches:,} batches" if self._samples is None else f"{self._samples:,} samples"
-            inside = "" if self._samples is None else f" ({self.batches:,} batches)"
-            text = "%s: reading and discarding %s%s up to the position; an estimate of the time follows."
-            _log.warning(text, self._what, read, inside)
-
-    def begin(self) -> None:
-        """Start the clock, before the first batch is read."""
-        self._started = time.perf_counter()
-
-    def tick(self) -> None:
-        """Count a discarded batch; log an estimate, or the total at the end."""
-        self._done += 1
-        if self._started is None or not self._logs:
-            return
-        seconds = time.perf_counter() - self._started
-        if self._done == self.batches:
-            _log.info("%d batches were discarded in %.1f s.", self.batches, seconds)
-        elif not self._estimated and seconds >= _ESTIMATE_AFTER_S:
-            self._estimated = True
-            left = seconds / self._done * (self.batches - self._done)
-            _log.warning(
-                "%d of %d batches were discarded in %.1f s: about %.0f s more.", self._done, self.batches, seconds, left
-            )
-
-    def discard_from(self, items: Iterator[Any]) -> None:
-        """Read and discard all batches."""
-        self.begin()
-        # The count first: the other way round `zip` would read one batch too many.
-        for _, _ in zip(range(self.batches), items, strict=False):
-            self.tick()
+def discard(items: Iterator[Any], count: int) -> None:
+    """Read and discard so many items."""
+    for _ in itertools.islice(items, count):
+        pass
 
 
 def has_complete_state(stream: Any) -> bool:
