@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.errors import ConfigError, MissingExtraError, first_line
+from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.shared.model_places import (
     from_place,
     import_transformers,
@@ -79,21 +79,17 @@ def find_image_settings(place: str, *, field: str) -> ImageSettings:
     """The settings of a model's preprocessor; a model of timm has them in its `config.json`.
 
     Raises:
-        ConfigError: there is no preprocessor. MissingExtraError: transformers, or timm for its model, is not installed.
+        ConfigError: there is no preprocessor. MissingExtraError: transformers is not installed.
     """
     try:
-        library = import_transformers().image_processing_utils
-    except (ImportError, RuntimeError) as error:
-        raise _no_torchvision("transformers cannot import its image processing", error, place, field) from error
-    try:
         # The settings alone: a preprocessor may need packages that reading them does not.
-        settings, _ = library.BaseImageProcessor.get_image_processor_dict(place)
-    except (OSError, ValueError) as error:
+        processor = import_transformers().image_processing_utils.BaseImageProcessor
+        settings, _ = processor.get_image_processor_dict(place)
+    except (ImportError, OSError, RuntimeError, ValueError) as error:  # also of a torchvision for another torch
         config = _read_config(place)
         given = config.get("pretrained_cfg")
         if not _is_of_timm(config) or not isinstance(given, Mapping):
             raise no_model(place, error, field=field) from error
-        import_timm(place, field=field)
         return _image_settings((given.get("input_size") or ())[1:], given.get("mean"), given.get("std"))
     sides = settings.get("crop_size") or settings.get("size")
     if isinstance(sides, int):
@@ -122,47 +118,21 @@ def _is_of_timm(settings: Mapping[str, Any]) -> bool:
     return settings.get("model_type") == TIMM or ("architecture" in settings and "pretrained_cfg" in settings)
 
 
-def import_timm(place: str, *, field: str) -> None:
-    """Import the package timm, so that a model of it is refused as early as it is named.
-
-    Raises:
-        MissingExtraError: timm is not installed. ConfigError: it cannot be imported.
-    """
-    try:
-        import timm  # noqa: F401 - whether it is there
-    except ModuleNotFoundError as error:
-        what = f"A model of timm needs the package {error.name}."
-        remedy = f"Install it: pip install {error.name}."
-        raise MissingExtraError(what, field=field, value=place, remedy=remedy) from error
-    except (ImportError, OSError, RuntimeError) as error:
-        raise _no_torchvision("The package timm cannot be imported", error, place, field) from error
-
-
-def _no_torchvision(what: str, error: Exception, place: str, field: str) -> ConfigError:
-    """The error for a torchvision that was built for another torch, which fails in its own ways."""
-    remedy = "Install the torchvision that was built for this torch (pytorch.org/get-started), or remove it."
-    return ConfigError(f"{what}: {first_line(error).rstrip('.')}.", field=field, value=place, remedy=remedy)
-
-
 def new_image_model(
     config: Mapping[str, Any], head: Mapping[str, Any], *, size: Sequence[int], channels: int
 ) -> nn.Module:
     """A model at random, by a configuration with its `model_type`."""
-    library = import_transformers()
     if "model_type" not in config:
         remedy = "Name one: train.model.config.model_type=vit."
         raise ConfigError("A configuration needs the type of the model.", field="train.model.config", remedy=remedy)
     image = size[0] if size[0] == size[1] else list(size)
     given = {"image_size": image, "num_channels": channels, **config, **head}
     if config["model_type"] == TIMM:
-        import_timm(str(config.get("architecture", TIMM)), field="train.model.config")
         given["model_args"] = {"in_chans": channels, **config.get("model_args", {})}
+    settings = new_config(given, config, field="train.model.config")
     try:
-        settings = new_config(given, config, field="train.model.config")
-        model: nn.Module = library.AutoModelForImageClassification.from_config(settings)
-    except ConfigError:
-        raise
-    except ValueError as error:
+        model: nn.Module = import_transformers().AutoModelForImageClassification.from_config(settings)
+    except (ImportError, RuntimeError, ValueError) as error:
         raise no_model(str(config["model_type"]), error, field="train.model.config") from error
     return model
 
@@ -174,8 +144,6 @@ def load_image_model(place: str, head: Mapping[str, Any], *, new_head: bool) -> 
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
     of_timm = _is_of_timm(_read_config(place))
-    if of_timm:
-        import_timm(place, field="train.model")
     classes = list(head["id2label"].values())
     require_head(place, "ForImageClassification", len(classes), is_new=new_head, has_head=of_timm)
     # timm's configuration has a number of classes of its own, which outweighs their names.

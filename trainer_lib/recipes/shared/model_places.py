@@ -76,14 +76,14 @@ def from_place(kind: str, place: str, *, field: str, **settings: Any) -> Any:
     automatic = getattr(import_transformers(), kind)
     try:
         return automatic.from_pretrained(place, **settings)
-    except (OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError) as error:  # some models need packages of their own
         raise no_model(place, error, field=field) from error
 
 
 def no_model(place: str, error: Exception, *, field: str) -> ConfigError:
     """The error for a model that transformers cannot load."""
     return ConfigError(
-        f"transformers cannot load this model: {str(error).splitlines()[0]}",
+        f"transformers cannot load this model: {first_line(error)}",
         field=field,
         value=place,
         remedy="Check the name; without a network, give the folder of a model (folder: PATH), or none, for a new one.",
