@@ -37,11 +37,12 @@ from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.new_data import EVERY_S, Watch
-from trainflow.flows.server.pools import IN_CONTAINERS, read_variables, require_pool, require_type, start_command
 from trainflow.flows.server.schedule import Schedule, show_firings
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
+from trainflow.flows.spec.spec_file import parse_override_value
 
 if TYPE_CHECKING:
+    from prefect.client.orchestration import SyncPrefectClient
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner import Runner
     from prefect.schedules import Schedule as PrefectSchedule
@@ -143,6 +144,12 @@ _END_S = 90.0
 # How many of the next firing times are shown, and seconds that the end waits for a look at watched data.
 _SHOWN = 3
 _WATCH_END_S = 5.0
+# The types of work pools, and what starts their workers besides the pool's name.
+_WORKERS = {
+    "process": "",
+    "docker": " --type docker   # needs pip install prefect-docker",
+    "kubernetes": " --type kubernetes   # needs pip install prefect-kubernetes",
+}
 
 
 def serve(
@@ -309,8 +316,6 @@ class Target:
 
     Attributes:
         pool: the work pool.
-        create_pool: create it if it does not exist.
-        pool_type: what it has to be; None: what it is, or a new one of processes.
         image: the container that runs it, for pools of type docker and kubernetes.
         variables: further job variables, as NAME=VALUE.
         limit: how many of its runs may be at work at once, the others wait; None: any number.
@@ -319,8 +324,6 @@ class Target:
     """
 
     pool: str
-    create_pool: bool = False
-    pool_type: str | None = None
     image: str | None = None
     variables: Sequence[str] = ()
     limit: int | None = None
@@ -358,11 +361,10 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
     """Register the pipeline with a work pool of the configured server.
 
     Raises:
-        ConfigError: no server is configured, or the pool is absent or of another type.
+        ConfigError: no server is configured, the pool is absent or of an unknown type, or a job variable cannot work.
     """
     when = schedule.prefect()
     name = name or spec.name
-    wanted = None if target.pool_type is None else require_type(target.pool_type)
     if target.watch is not None:
         Watch(target.watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
     _require_server()
@@ -370,7 +372,7 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         from prefect.client.orchestration import get_client
 
         with get_client(sync_client=True) as client:
-            kind, template = require_pool(client, target.pool, wanted, create=target.create_pool)
+            kind, template = _require_pool(client, target.pool)
         env = {**_RUN_ENVIRONMENT, **run_environment(target.retry_crashed)}
         variables = read_variables(target.variables, target.image, kind, template, env)
         _forget_planned_runs(name)
@@ -379,7 +381,7 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         ).apply(image=variables.get("image"))
         set_retries(deployed, name, target.retry_crashed, by_worker=True)
     commands = {
-        "a worker": start_command(target.pool, kind),
+        "a worker": f"prefect worker start --pool {target.pool}{_WORKERS[kind]}",
         "a run now": f"prefect deployment run {FLOW}/{name}",
     }
     if target.watch is not None:
@@ -390,11 +392,90 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
         target.pool,
         str(schedule),
         show_firings(dates) if dates else "",
-        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"
-        if kind in IN_CONTAINERS
-        else "",
+        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}" if kind != "process" else "",
         commands,
     )
+
+
+def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
+    """The type and the base job template of a work pool.
+
+    Raises:
+        ConfigError: the pool is absent, or of a type that is not known here.
+    """
+    from prefect.exceptions import ObjectNotFound
+
+    try:
+        found = client.read_work_pool(name)
+    except ObjectNotFound as error:
+        remedy = f"Create it: prefect work-pool create --type process {name}"
+        raise ConfigError("This work pool does not exist.", field="--pool", value=name, remedy=remedy) from error
+    if found.type not in _WORKERS:
+        raise ConfigError(
+            f"This work pool is of type {found.type}; trainflow deploys to pools of type {', '.join(_WORKERS)}.",
+            field="--pool",
+            value=name,
+            remedy="Name another one: prefect work-pool create --type process NAME",
+        )
+    return found.type, found.base_job_template
+
+
+def read_variables(
+    given: Sequence[str], image: str | None, pool_type: str, template: Mapping[str, Any], env: Mapping[str, str]
+) -> dict[str, Any]:
+    """The job variables of a deployment, from ``--job-variable NAME=VALUE`` and ``--image``.
+
+    Args:
+        template: the pool's base job template, which says what variables there are.
+        env: variables of the run's environment that the deployment needs.
+
+    Raises:
+        ConfigError: the pool has no such variable, or an image is missing or has no meaning.
+    """
+    known = template.get("variables", {}).get("properties", {})
+    found = dict(_read_variable(text, known) for text in given)
+    if image is not None:
+        if pool_type == "process":
+            raise ConfigError(
+                "A pool of processes starts no container.",
+                field="--image",
+                value=image,
+                remedy="Leave --image out, or name a pool of type docker or kubernetes.",
+            )
+        found["image"] = image
+    if pool_type != "process" and not found.get("image"):
+        raise ConfigError(
+            "The run needs an image with trainflow and the project in it.",
+            field="--image",
+            remedy="Build one from deployments/Dockerfile, and name it: --image registry.example/digits:1",
+        )
+    own = found.get("env") if isinstance(found.get("env"), dict) else {}
+    return {**found, "env": {**(own or {}), **env}}
+
+
+def _read_variable(text: str, known: Mapping[str, Any]) -> tuple[str, Any]:
+    """The name and the value in ``NAME=VALUE``; where the pool says what it knows, one of its variables."""
+    name, equals, value = text.partition("=")
+    if not equals or not name:
+        raise ConfigError(
+            "A job variable has the form NAME=VALUE.",
+            field="--job-variable",
+            value=text,
+            remedy="Write for example --job-variable image_pull_policy=Always.",
+        )
+    if known and name not in known:
+        raise ConfigError(
+            "The work pool has no such variable.",
+            field="--job-variable",
+            value=name,
+            remedy=suggestion(name, sorted(known)),
+        )
+    try:
+        return name, parse_override_value(value)
+    except ValueError as error:
+        raise ConfigError(
+            f"This is not a value: {error}.", field="--job-variable", value=text, remedy="Quote it for the shell."
+        ) from error
 
 
 def _require_server() -> None:

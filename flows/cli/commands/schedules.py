@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import ABOUT
 from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
@@ -61,26 +61,15 @@ def init(
     return Answer(record, lambda: map(Text, [*(f"  {file}" for file in files), "", *look, f"  next: {following}"]))
 
 
-@command("trainflow schema --to schema.json")
-def schema(
-    to: Annotated[Path | None, typer.Option("--to", metavar="FILE", help="Write it to a file instead.")] = None,
-    debug: Debug = False,
-) -> None:
+@command("trainflow schema")
+def schema(debug: Debug = False) -> None:
     """Print the JSON schema of a spec, by which editors complete and check it.
 
     In the spec's first line: # yaml-language-server: $schema=schema.json
     """
     from trainflow.flows.spec.schema import spec_schema
 
-    text = json.dumps(spec_schema(), indent=1)
-    if to is None:
-        typer.echo(text)
-        return
-    try:
-        to.write_text(f"{text}\n", "utf-8")
-    except OSError as error:
-        what = f"The file cannot be written: {error.strerror}."
-        raise StorageError(what, field="--to", value=str(to), remedy="Give a file that you may write.") from error
+    typer.echo(json.dumps(spec_schema(), indent=1))
 
 
 # -- schedules --------------------------------------------------------------------------------------------------------
@@ -153,11 +142,7 @@ def deploy(
     form: Form,
     words: SpecWords,
     starts: Starts,
-    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")] = "",
-    create_pool: Annotated[bool, typer.Option("--create-pool", help="Create the pool if it does not exist.")] = False,
-    pool_type: Annotated[
-        str | None, typer.Option("--pool-type", help="What the pool starts: process, docker or kubernetes.")
-    ] = None,
+    pool: Annotated[str, typer.Option(metavar="NAME", help="The work pool that runs it.")],
     image: Annotated[str | None, typer.Option(help="Image of the runs, for pools of docker and kubernetes.")] = None,
     job_variable: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="A variable of the pool's jobs; repeatable.")
@@ -173,7 +158,7 @@ def deploy(
 
     variables = tuple(job_variable or ())
     crashes, watch = starts.retry_crashed, starts.watch
-    target = serving.Target(pool, create_pool, pool_type, image, variables, limit, crashes, watch)
+    target = serving.Target(pool, image, variables, limit, crashes, watch)
     deployed = serving.deploy(pipeline, schedule, target, name=starts.name)
     return Answer(vars(deployed), deployed.lines)
 

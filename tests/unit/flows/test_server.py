@@ -29,9 +29,8 @@ from trainflow.flows.server import automations, embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
 from trainflow.flows.server.new_data import Watch
-from trainflow.flows.server.pools import read_variables, require_type
 from trainflow.flows.server.schedule import Schedule, read_interval, show_firings
-from trainflow.flows.server.serving import log_path, logged
+from trainflow.flows.server.serving import log_path, logged, read_variables
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
 
@@ -298,8 +297,6 @@ def test_job_variables_that_cannot_work_are_refused(given: list[str], image: str
     with pytest.raises(ConfigError) as refused:
         read_variables(given, image, kind, TEMPLATE, {})
     assert words in f"{refused.value.message} {refused.value.remedy}"
-    with pytest.raises(ConfigError, match="kubernetes"):
-        require_type("kubernets")
 
 
 # --------------------------------------------------------------------------------------------------------------- watch
