@@ -197,9 +197,6 @@ def _words(status: RunStatus) -> str:
     return f" ({status.where})" if status.where else ""
 
 
-RESTART_S = 60.0
-"""Seconds that a training which has failed, was stopped or died is given to be taken up: `run & follow` is a race."""
-_UNFINISHED = ("failed", "stopped", "died")
 OUTAGES = 30
 """Looks in a row that may fail because the storage does not answer."""
 
@@ -252,8 +249,6 @@ def follow_training(
     training = _await_training(plan, listener, once=once, every_s=every_s)
     if isinstance(training, str):
         return Followed("waiting", f"{training}.")
-    if not once:
-        training = _await_restart(plan, training, listener, every_s=every_s)
     training.stage.ensure_writable(field="storage")
     listener.say(f"Following run {training.run.id} ({training.run.run_name or training.run.name}).")
     with _points(spec, training) as points:
@@ -297,25 +292,6 @@ def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: floa
             said = found
         time.sleep(every_s)
     return found
-
-
-def _await_restart(plan: Plan, training: Training, listener: Listener, *, every_s: float) -> Training:
-    """Give a command that was just started the time to take up a training that has ended before it was done."""
-    deadline, said = time.monotonic() + RESTART_S, False
-    while time.monotonic() < deadline:
-        try:
-            ending = Watch(training).look()
-        except StorageError:  # a look of `_follow` may fail, and is repeated
-            break
-        if ending is None or ending.state not in _UNFINISHED:
-            break
-        if not said:
-            listener.say(f"{ending.sentence}. Waiting {RESTART_S:g} s for a command that takes it up.")
-            said = True
-        time.sleep(min(every_s, 1.0))
-        again = find_training(plan)
-        training = training if isinstance(again, str) else again
-    return training
 
 
 def _describe_beginning(follower: Follower, standard: Standard, listener: Listener) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 from dataclasses import asdict, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
@@ -21,7 +19,6 @@ from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
-from trainflow.flows import following
 from trainflow.flows import following as module
 from trainflow.flows.cli import options
 from trainflow.flows.cli.main import main
@@ -222,39 +219,6 @@ def test_a_committed_training_has_ended_although_later_stages_go_on(tmp_path: Pa
     meta: dict[str, Any] = {"stage": "train", "key": KEY.digest, "metrics": {}, "meta": {}}
     write_commit(training(tmp_path).stage, "stage", [], meta)
     assert ending_of(tmp_path) == "committed"
-
-
-def test_a_follower_gives_a_training_that_failed_before_the_time_to_be_taken_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    looks: list[str] = []
-    lines: list[str] = []
-
-    def again(status: str) -> None:
-        shutil.rmtree(tmp_path / "runs", ignore_errors=True)
-        record(tmp_path, "a", status, failed="train")
-
-    def find(plan: Any) -> Training:
-        looks.append("again")
-        if len(looks) == 2:  # the command that was started beside the follower has come so far
-            again("RUNNING")
-            sign(tmp_path, "a", HERE)
-        return training(tmp_path)
-
-    def wait() -> Training:
-        listener: Any = SimpleNamespace(say=lines.append)
-        return following._await_restart(cast(Any, None), training(tmp_path), listener, every_s=0.001)
-
-    monkeypatch.setattr(following, "find_training", find)
-    again("FAILED")
-    assert Watch(wait()).look() is None
-    assert (len(looks), len(lines)) == (2, 1)
-    assert lines[0].startswith("The training failed")
-    # It is taken up by no command: it has ended.
-    again("FAILED")
-    monkeypatch.setattr(following, "RESTART_S", 0.01)
-    assert wait().run.id == "a"
-    assert ending_of(tmp_path) == "failed"
 
 
 def test_a_process_of_another_machine_counts_while_its_beat_changes(tmp_path: Path) -> None:
