@@ -38,7 +38,7 @@ from trainer_lib.protocol.requests import (
     RecipeFile,
 )
 from trainer_lib.worker.evaluate import digest_rows
-from trainflow.flows.cli.commands.evaluating import compare_measured, write_report
+from trainflow.flows.cli.commands.predicting import compare_measured, write_report
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 BERT = {

@@ -17,7 +17,7 @@ from trainer_lib.errors import CodeError
 from trainer_lib.launch import LaunchConfig, warm
 from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
-from trainflow.flows.cli.commands.planning import describe
+from trainflow.flows.cli.commands.execution import describe_plan
 from trainflow.flows.planning import full_plan
 from trainflow.flows.planning.forecast import Forecast, Found, Length, forecast
 from trainflow.flows.planning.obstacles import Obstacle, find_obstacles
@@ -94,7 +94,7 @@ def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     assert found.own is not None
     assert (found.peak_bytes, found.seconds) == (1000 + (found.own.total or 0), None)
     assert found.room is not None and found.room.checkpoint_bytes == 40 + 80 + 20_000
-    lines = [line.plain for line in describe(plan, found, [])]
+    lines = [line.plain for line in describe_plan(plan, found, [])]
     assert any("not known: --probe measures a few steps" in line for line in lines)
 
 
