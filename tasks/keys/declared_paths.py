@@ -131,8 +131,6 @@ class _Types:
             return _merge(self.paths_in(file, node.left, depth - 1), self.paths_in(file, node.right, depth - 1))
         if isinstance(node, ast.Subscript):
             return self._paths_in_generic(file, node, depth)
-        if isinstance(node, ast.Call):
-            return self._paths_in_call(file, node, depth)
         chain = chain_of(node)
         return self._paths_of_name(file, chain, depth) if chain else False
 
@@ -150,17 +148,6 @@ class _Types:
         for part in inner:
             found = _merge(found, self.paths_in(file, part, depth - 1))
         return found
-
-    def _paths_in_call(self, file: str, node: ast.Call, depth: int) -> Paths:
-        """``TypedDict("Options", {"images": Path})``."""
-        if not self._is_typed_dict(file, node.func, depth) or len(node.args) < 2:
-            return False
-        fields = node.args[1]
-        if not isinstance(fields, ast.Dict):
-            return False
-        pairs = zip(fields.keys, fields.values, strict=True)
-        names = {key.value: value for key, value in pairs if isinstance(key, ast.Constant)}
-        return self._fields(file, names, depth)
 
     def _paths_of_name(self, file: str, chain: tuple[str, ...], depth: int) -> Paths:
         meaning = self._program.resolve(file, chain)

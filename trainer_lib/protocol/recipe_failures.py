@@ -1,18 +1,15 @@
 """The errors of a recipe's own code as ours: where they were raised, and the traceback cut to the user's frames.
 
-A source that is gone is not an error of the code: `vanished_source` recognizes it.
+A file that is gone is not an error of the code: `vanished_source` recognizes it.
 """
 
 from __future__ import annotations
 
 import errno
 import importlib.metadata
-import os
 import re
 import traceback
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeGuard
 
 from trainer_lib.errors import CodeError, DataError, MissingExtraError, TrainflowError, first_line, from_exception
 
@@ -90,64 +87,23 @@ def _hint_at_import(error: BaseException, root: Path) -> str:
     return ""
 
 
-_ONLY_PATH = re.compile(r"\S*[/.]\S+")
-
-
-def vanished_source(error: TrainflowError, source: Any, shown: str) -> DataError | None:
-    """Return our error for a source whose file does not exist; None where another thing failed.
+def vanished_source(error: TrainflowError, shown: str) -> DataError | None:
+    """Return our error where a file was not there while a source was read; None where another thing failed.
 
     Args:
         error: what `user_error` made of the recipe's error.
-        source: the source, as `list_sources` gave it.
-        shown: its text.
+        shown: the source's text.
     """
     cause = error.__cause__ if isinstance(error, CodeError) else None
-    for _ in range(5):  # a reader of another package may wrap it
-        if _is_absent(cause) and _may_be_of(cause, source):
+    while cause is not None:  # a reader of another package may wrap it
+        # By the number as well: a store's client may raise a class of its own.
+        if isinstance(cause, FileNotFoundError) or (isinstance(cause, OSError) and cause.errno == errno.ENOENT):
             return DataError(
-                f"The source does not exist ({first_line(cause)}).",
+                f"A file does not exist that prepare_shard() reads for this source ({first_line(cause)}).",
                 field="prepare_shard",
                 value=shown,
-                remedy="Restore it, or leave it out of the list of sources, and run the command again.",
+                remedy="Restore it, or leave the source out of the list, and run the command again.",
                 details=error.details,
             )
-        cause = None if cause is None else cause.__cause__
+        cause = cause.__cause__
     return None
-
-
-def _is_absent(error: BaseException | None) -> TypeGuard[OSError]:
-    # By the number as well: a store's client may raise a class of its own.
-    return isinstance(error, FileNotFoundError) or (isinstance(error, OSError) and error.errno == errno.ENOENT)
-
-
-def _may_be_of(error: OSError, source: Any) -> bool:
-    """Whether a missing file is, or may be, the source's: the error names it, or names no file."""
-    name = error.filename
-    if isinstance(name, bytes | os.PathLike):
-        name = os.fsdecode(name)
-    if not isinstance(name, str):  # fsspec's errors have the path alone, others a sentence
-        name = next((text for text in error.args[:1] if isinstance(text, str) and _ONLY_PATH.fullmatch(text)), None)
-    if name is None:
-        return True
-    scalars = list(_list_scalars(source))
-    if texts := [_path_of(text) for text in scalars if isinstance(text, str)]:
-        return any(_is_within(text, name) or _is_within(_path_of(name), text) for text in texts)
-    numbers = {int(digits) for digits in re.findall(r"\d+", Path(name).name)}
-    return any(scalar in numbers for scalar in scalars)
-
-
-def _list_scalars(value: Any) -> Iterator[Any]:
-    if isinstance(value, Mapping | list):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _list_scalars(item)
-    else:
-        yield value
-
-
-def _path_of(text: str) -> str:
-    return text.partition("://")[2].rstrip("/") or text.rstrip("/")
-
-
-def _is_within(part: str, path: str) -> bool:
-    """Whether a path has another as a part, not ending inside of a word."""
-    return bool(part) and re.search(rf"(?<!\w){re.escape(part)}(?!\w)", path) is not None

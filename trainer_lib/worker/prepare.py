@@ -164,7 +164,7 @@ def _write_part(work: Work[PrepareRequest], store: Store, part: int, source: Any
                 on_rows=report.rows,
             )
     except TrainflowError as error:
-        if (vanished := vanished_source(error, source, shown)) is not None:
+        if (vanished := vanished_source(error, shown)) is not None:
             raise vanished from error
         if f"source '{shown}" not in error.message:
             error.message = f"{error.message} (source {shown})"

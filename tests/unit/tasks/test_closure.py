@@ -228,7 +228,6 @@ def field(kind: str) -> str:
             "from __future__ import annotations\nfrom kinds import Options as O\n" + PREPARE.replace("Options", "O"),
             IMAGES,
         ),
-        (f"import pathlib as p, typing\nOptions = typing.TypedDict('O', {{'images': p.Path}})\n{PREPARE}", IMAGES),
         (f"{HEAD}Images = list[Path]\nclass Options(TypedDict):\n    images: Images\n{PREPARE}", IMAGES),
         (f"import kinds\nclass Options(kinds.Options):\n    rows: int\n{PREPARE}", IMAGES),
         (f"{HEAD}class Options(TypedDict):\n    images: Annotated[Path, 'a folder']\n{PREPARE}", IMAGES),
