@@ -43,9 +43,6 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
         facts = PrepareFacts(result.splits, result.info, result.warnings)
         record = to_record(facts)
         del record["warnings"]  # about the data, and no part of it
-        for split in record["splits"].values():
-            if not split["lengths"]:  # as earlier versions wrote it: the keys of what follows cover this file
-                del split["lengths"]
         # A file of its own, so that the content digest, and with it the keys of what follows, cover `info` too.
         described = attempt.store.write_bytes("data.json", json.dumps(record, sort_keys=True).encode())
         rows = {f"{name}_rows": split.rows for name, split in result.splits.items()}

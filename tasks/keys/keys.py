@@ -103,12 +103,6 @@ REFRESH = "refresh"
 NUMERICS = 1
 """Raised when trainer_lib changes what the same arguments train, measure or predict."""
 
-# Settings that older keys do not have -> the value that leaves a result as it was.
-_ADDED: dict[str, Any] = {"resamples": 0, "confidence": None, "metrics": [], "slices": [], "show_inputs": True}
-_ADDED |= {"importance_seconds": 10.0, "benchmarks": []}
-_ADDED_TO_PUBLISH: dict[str, Any] = {"only_if": "always", "metric": None, "greater_is_better": None}
-_ADDED_TO_PUBLISH |= {"merged_type": None, "merge_tolerance": 0.05}
-
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")
 
@@ -241,11 +235,14 @@ def prepare_key(config: PrepareConfig, context: StageContext) -> StageKey:
     """The key of prepare-data: its settings, the contents of its sources, and the code that `prepare` reaches."""
     sources = context.resolver.sources(config.sources, root=context.root, memory=memory(context.storage))
     code = code_of(config, context).reach(PREPARE)
-    fields = settings_fields(config, sources=sources, recipe=code.digests, **_options("prepare-data", config, context))
-    fields.pop("mixture")
-    if config.mixture is not None:  # weights count for train alone
-        fields["mixture"] = config.mixture.names
-    return stage_key("prepare-data", {**fields, **_limit(context)}, schema=2, places=code.places)
+    settings = settings_fields(
+        config,
+        sources=sources,
+        recipe=code.digests,
+        mixture=None if config.mixture is None else config.mixture.names,  # weights count for train alone
+        **_options("prepare-data", config, context),
+    )
+    return stage_key("prepare-data", {**settings, "limit": context.limit}, places=code.places)
 
 
 def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -> StageKey:
@@ -268,19 +265,20 @@ def train_key(config: TrainConfig, context: StageContext, data: StageManifest) -
         args=numeric_fields(args, data_parallel_size=data_size(args, launch.world_size), evaluations_choose=choose),
         recipe=code.digests,
         model=keyed_options(config.model, paths.model, paths.folder, context),
+        stop_early=None if config.stop_early is None else config.stop_early.model_dump(),
         **_options("train", config, context),
     )
-    if config.stop_early is None:  # what was trained before there was this setting stays
-        settings.pop("stop_early")
-    else:
-        settings["stop_early"] = config.stop_early.model_dump()
-    fields = {**settings, "data": data.content_digest, "versions": versions(), **_limit(context)}
-    if context.mixture is not None:
-        fields["mixture"] = context.mixture
-    if context.metrics:  # others are measured by evaluate alone, and change no weight
-        packages = metric_packages(context.metrics)
-        fields |= {"metrics": [to_record(metric) for metric in context.metrics], "metric_packages": packages}
-    return stage_key("train", fields, schema=2, places=code.places)
+    fields = {
+        **settings,
+        "data": data.content_digest,
+        "mixture": context.mixture,
+        # Others are measured by evaluate alone, and change no weight.
+        "metrics": [to_record(metric) for metric in context.metrics],
+        "metric_packages": metric_packages(context.metrics),
+        "versions": versions(),
+        "limit": context.limit,
+    }
+    return stage_key("train", fields, places=code.places)
 
 
 def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
@@ -288,17 +286,13 @@ def evaluate_key(config: EvaluateConfig, context: StageContext, data: StageManif
     code = code_of(config, context)
     reached = code.reach(EVALUATE)
     fields = _inference_fields("evaluate", config, context, data, model, reached)
-    for name, default in _ADDED.items():  # what was evaluated before there were any stays
-        if getattr(config, name) == default:
-            fields.pop(name, None)
     if config.benchmarks:
         fields |= _benchmark_fields(config, context)
-    if packages := metric_packages(read_metrics(config.metrics)):
-        fields["metric_packages"] = packages
+    fields["metric_packages"] = metric_packages(read_metrics(config.metrics))
     if code.defines("after_evaluate"):
         # It may show the curve of training, which the code that measured then has drawn.
         fields["history"] = getattr(model.facts, "metrics_code", None)
-    return stage_key("evaluate", fields, schema=3, places=reached.places)
+    return stage_key("evaluate", fields, places=reached.places)
 
 
 def _benchmark_fields(config: EvaluateConfig, context: StageContext) -> dict[str, Any]:
@@ -333,7 +327,7 @@ def predict_key(config: PredictConfig, context: StageContext, data: StageManifes
     """The key of predict: its settings, the code that it reaches, versions, and the contents of data and model."""
     reached = reach_of_predict(code_of(config, context))
     fields = _inference_fields("predict", config, context, data, model, reached)
-    return stage_key("predict", fields, schema=3, places=reached.places)
+    return stage_key("predict", fields, places=reached.places)
 
 
 def publish_key(
@@ -360,9 +354,6 @@ def publish_key(
         to=target.url if target else f"hub/{context.name}",
         revision=target.revision if target else config.revision,
     )
-    for name, default in _ADDED_TO_PUBLISH.items():
-        if getattr(config, name) == default:
-            settings.pop(name)
     return stage_key(
         "push-to-hub",
         {
@@ -373,9 +364,8 @@ def publish_key(
             # Of a result that was only made again: what came out the same is not published again.
             "stage_keys": {result.stage: result.first_key for result in inputs},
             "versions": versions(),
-            **_limit(context),
+            "limit": context.limit,
         },
-        schema=4,
         places=reached.places,
     )
 
@@ -412,12 +402,7 @@ def _inference_fields(
     args = _prediction_arguments(stage, config, context)
     settings = settings_fields(config, args=args, recipe=code.digests, **_options(stage, config, context))
     inputs = {"data": data.content_digest, "model": model.content_digest}
-    return {**settings, **inputs, "versions": versions(), **_limit(context)}
-
-
-def _limit(context: StageContext) -> dict[str, int]:
-    """The field that keeps a check on a few rows apart; none without a limit, as in every key of an older version."""
-    return {} if context.limit is None else {"limit": context.limit}
+    return {**settings, **inputs, "versions": versions(), "limit": context.limit}
 
 
 def _prediction_arguments(

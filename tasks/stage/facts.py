@@ -71,16 +71,15 @@ class TrainFacts(StageFacts, stage="train"):
         resumed_from: optimizer step that the attempt continued from; None: it began at the start.
         checkpoints: names of the committed checkpoints.
         parameters: number of the model's parameters.
-        peak_bytes: the largest memory of a process; None: an older version trained it.
+        peak_bytes: the largest memory of a process.
         model: settings that the recipe's build_model was given.
         mlflow_run_id: the run that has the training curve; None where the server had not given it an id.
         tracked_run: the same run, by the name that it has before its server is reached.
         device: what each process trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
-        micro_batch: samples that a process was allowed at a time in the end; None: an older version trained it.
+        micro_batch: samples that a process was allowed at a time in the end.
         mixture: weights of sources that were changed while training: `step` and `weights` of each change.
-        metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing, or
-            an older version trained it.
+        metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing.
         checkpoint_digests: name of a committed checkpoint -> content digest of its files.
         exported: the checkpoint whose weights are those of the model; None: none is.
         environment: package -> version, and the processor, that it was trained with.

@@ -45,7 +45,7 @@ F = TypeVar("F", bound=StageFacts, default=Any)
 G = TypeVar("G", bound=StageFacts)
 
 _FIRST = "first_key"
-_FACTS, _HALVINGS = "meta", "rung"  # on disk and in --json under these names, since the first version
+_FACTS, _HALVINGS = "meta", "batch_halvings"
 
 
 @dataclass(frozen=True)

@@ -162,7 +162,7 @@ class Ledger:
             "pid": os.getpid(),
             "invocation": invocation(),
             "reason": reason,
-            "rung": batch_halvings,  # the name on disk since the first version
+            "batch_halvings": batch_halvings,
         }
         # Never a number twice: after a lost lease, two processes may write here.
         taken = [int(name[:4]) for name in self.store.children() if name[:4].isdigit()]
@@ -217,7 +217,7 @@ class Ledger:
         for start, end in self.records():
             if _error_of(end).get("class") == OutOfMemoryError.__name__:
                 # Of every invocation: memory that was too small yesterday is too small today.
-                used = start.get("rung")
+                used = start.get("batch_halvings")
                 halvings = max(halvings, (used if isinstance(used, int) else 0) + 1)
         return halvings
 

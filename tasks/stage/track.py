@@ -29,9 +29,8 @@ def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:
     """
     tags = {f"trainflow.{manifest.stage}": manifest.key[:16]}
     if manifest.batch_halvings:
-        text = f"memory ran out: batch halved {manifest.batch_halvings} times"
-        # "rung" is the tag's name since the first version.
-        tags[f"trainflow.{manifest.stage}.rung"] = text
+        halved = f"memory ran out: batch halved {manifest.batch_halvings} times"
+        tags[f"trainflow.{manifest.stage}.batch_halvings"] = halved
     run.set_tags(tags)
     if isinstance(manifest.facts, PrepareFacts):
         return  # numbers of rows: they describe the datasets

@@ -140,7 +140,7 @@ def test_memory_that_one_sample_exceeds_ends_the_stage(
     storage = fresh(folder)
     result = run(folder, f"storage={storage}", *more, *TRAINING)
     assert type(result.error) is OutOfMemoryError
-    assert [attempt["rung"] for attempt in attempts(storage, "train")] == halvings
+    assert [attempt["batch_halvings"] for attempt in attempts(storage, "train")] == halvings
     assert attempts(storage, "train")[-1]["decision"] == "out of memory, and nothing left to lower"
     assert "One sample at a time is too large already" in str(result.error.remedy)
 

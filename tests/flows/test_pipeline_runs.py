@@ -245,7 +245,7 @@ def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder
     trained = StageManifest.from_dict(result.outcome("train").manifest or {})  # type: ignore[union-attr]
     assert (trained.batch_halvings, trained.attempt) == (2, 3)
     assert (trained.facts.global_step, trained.facts.global_samples) == (8, 64)
-    assert "halved 2 times" in mlflow_run(result).data.tags["trainflow.train.rung"]
+    assert "halved 2 times" in mlflow_run(result).data.tags["trainflow.train.batch_halvings"]
     assert ran(tracked(folder, *chosen)) == set()
 
 

@@ -36,7 +36,7 @@ def commit_stage(
         return key.digest
     store.write_bytes("key.json", key.to_json())
     entry = store.write_bytes("result.bin", seed.encode().ljust(1000, b"."))
-    named = {**_FACTS.get(stage, {}), **(facts or {}), "reason": "never run before", "attempt": 1, "rung": 0}
+    named = {**_FACTS.get(stage, {}), **(facts or {}), "reason": "never run before", "attempt": 1, "batch_halvings": 0}
     write_commit(store, "stage", [entry], {"stage": stage, "key": key.digest, "metrics": metrics or {}, "meta": named})
     return key.digest
 
