@@ -17,8 +17,7 @@ from trainflow.flows.records.run_logs import Attempt, read_attempts
 from trainflow.flows.records.run_names import flat_settings
 from trainflow.flows.stages import find_stage, stage_names
 from trainflow.tasks.code.reach import Place
-from trainflow.tasks.keys.code_changes import describe_code
-from trainflow.tasks.keys.keys import Difference, differences
+from trainflow.tasks.keys.keys import Difference, describe_code, differences
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import KEY_FILE, look_up_in, stage_folder
 

@@ -122,30 +122,24 @@ class _Types:
         self._program = code.program
 
     def paths_in(self, file: str, node: ast.expr | None, depth: int = _DEPTH) -> Paths:
-        """The paths that a type holds."""
+        """The paths that a type holds: those of the names in it."""
         if node is None or depth == 0:
             return False
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             return self.paths_in(file, _parsed(node.value), depth - 1)
-        if isinstance(node, ast.BinOp):
-            return _merge(self.paths_in(file, node.left, depth - 1), self.paths_in(file, node.right, depth - 1))
-        if isinstance(node, ast.Subscript):
-            return self._paths_in_generic(file, node, depth)
-        chain = chain_of(node)
-        return self._paths_of_name(file, chain, depth) if chain else False
-
-    def _paths_in_generic(self, file: str, node: ast.Subscript, depth: int) -> Paths:
-        head = (chain_of(node.value) or ())[-1:]
-        inner = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
+        if chain := chain_of(node):
+            return self._paths_of_name(file, chain, depth)
+        parts = [part for part in ast.iter_child_nodes(node) if isinstance(part, ast.expr)]
+        head = (chain_of(node.value) or ())[-1:] if isinstance(node, ast.Subscript) else ()
         if head == ("Literal",):
             return False
-        if head == ("Annotated",):
-            more, inner = inner[1:], inner[:1]
-            ending = more[0].value if more and isinstance(more[0], ast.Constant) else None
-            if isinstance(ending, str) and ending.startswith(".") and self.paths_in(file, inner[0], depth - 1) is True:
+        if head == ("Annotated",) and isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Tuple):
+            parts, marks = node.slice.elts[:1], node.slice.elts[1:]
+            ending = marks[0].value if marks and isinstance(marks[0], ast.Constant) else None
+            if isinstance(ending, str) and ending.startswith(".") and self.paths_in(file, parts[0], depth - 1) is True:
                 return ending
         found: Paths = False
-        for part in inner:
+        for part in parts:
             found = _merge(found, self.paths_in(file, part, depth - 1))
         return found
 

@@ -28,7 +28,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.benchmarks import FIELD as FIELD_OF_BENCHMARKS
 from trainer_lib.evaluation.benchmarks import is_task_file, read_task_files
 from trainer_lib.hub.transport import parse_target
-from trainflow.tasks.code.reach import Place, Reach
+from trainflow.tasks.code.reach import ORDER, SOURCE, Place, Reach
 from trainflow.tasks.configs import (
     EvaluateConfig,
     KeyedSettings,
@@ -226,6 +226,56 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
         for name in names
         if name not in before or name not in after or before[name] != after[name]
     ]
+
+
+def describe_code(
+    changed: Iterable[Difference], before: Mapping[str, Any] | None, now: Mapping[str, Place]
+) -> list[Difference]:
+    """The differences, those of code with a sentence: what changed itself first, then what it newly uses or left.
+
+    Args:
+        before: places of the older key, as ``key.json`` has them.
+        now: places of the newer key.
+    """
+    others: list[Difference] = []
+    code: list[tuple[int, Difference]] = []
+    for difference in changed:
+        label = difference.field.removeprefix("recipe.")
+        if label == difference.field or ":" not in label:
+            others.append(difference)
+            continue
+        place = now.get(label) or _read_place((before or {}).get(label))
+        sentence, rank = _sentence(label, place, difference)
+        code.append((rank, replace(difference, sentence=sentence)))
+    code.sort(key=lambda change: change[0])
+    # An order that differs because something came or went says nothing new.
+    kept = [change for _, change in code if not change.field.endswith(f":{ORDER}")]
+    return [*(kept or [change for _, change in code]), *others]
+
+
+def _sentence(label: str, place: Place | None, difference: Difference) -> tuple[str, int]:
+    file, _, name = label.partition(":")
+    where = f"{file}:{place.line}" if place is not None else file
+    # This stage does not name it: code of the stage may reach any name.
+    because = f", which counts because of {place.because}" if place is not None and place.because else ""
+    change = "added" if difference.old is None else "removed" if difference.new is None else "changed"
+    if name == ORDER:
+        return f"the order of statements changed ({file})", 3
+    if name == SOURCE:
+        return f"the text changed ({file}), which the recipe reads itself", 3
+    if name.startswith("#"):  # an edited one comes as one that went and one that came
+        text = f": {place.text}" if place is not None and place.text else ""
+        return f"a statement that runs at import {change} ({where}{text}){because}", 1
+    imported = name.removeprefix("import ")
+    if imported != name:
+        return f"the import of {imported} {change} ({where}){because}", 2
+    return f"{name} {change} ({where}){because}", 0 if change == "changed" else 1
+
+
+def _read_place(record: Any) -> Place | None:
+    if isinstance(record, list) and len(record) in (2, 3) and isinstance(record[0], int):
+        return Place(record[0], *(str(part) for part in record[1:]))
+    return None
 
 
 # -- the stages' keys -------------------------------------------------------------------------------------------------

@@ -26,8 +26,7 @@ from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.removal import await_removal
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, Commit, read_commit, verify_files
-from trainflow.tasks.keys.code_changes import describe_code
-from trainflow.tasks.keys.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, differences
+from trainflow.tasks.keys.keys import FOLDER_CHARS, REFRESH, Difference, StageKey, describe_code, differences
 from trainflow.tasks.stage.facts import StageFacts
 
 STAGES = "stages"

@@ -65,11 +65,7 @@ def test_imports_are_followed_through_the_project_only(
     assert found == {"recipe.py", *(f"{name}.py" for name in expected)}
 
 
-def test_modules_named_at_run_time_are_followed_or_said(tmp_path: Path) -> None:
-    text = "import importlib\nimportlib.import_module('known')\nname = input()\nimportlib.import_module(name)\n"
-    found = closure(write(tmp_path, recipe=text, known=""), tmp_path)
-    assert "known.py" in found.files
-    assert found.unseen
+def test_no_recipe_by_name_imports_what_only_a_run_knows(tmp_path: Path) -> None:
     names = [name for name in ABOUT if closure(FOLDER / f"{name.replace('-', '_')}.py", tmp_path).unseen]
     assert not names, "all files of a project would count"
 
@@ -108,16 +104,6 @@ def test_changes_of_meaning_count_and_comments_formatting_and_docstrings_do_not(
 ) -> None:
     before = closure(write(tmp_path, recipe=text), tmp_path)
     assert (closure(write(tmp_path, recipe=other), tmp_path) != before) == counts
-
-
-def test_an_edit_of_an_imported_file_names_that_file_and_the_place_of_the_project_does_not_count(
-    tmp_path: Path,
-) -> None:
-    files = {"recipe": "import helper", "helper": "x = 1"}
-    one, two = (closure(write(tmp_path / name, **files), tmp_path / name) for name in ("one", "two"))
-    assert one == two
-    after = closure(write(tmp_path / "one", helper="x = 2"), tmp_path / "one").files
-    assert [name for name in after if after[name] != one.files[name]] == ["helper.py"]
 
 
 def test_the_root_is_the_nearest_pyproject_else_the_specs_folder(tmp_path: Path) -> None:
