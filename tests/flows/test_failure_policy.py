@@ -188,9 +188,6 @@ def test_an_outage_of_the_store_is_survived(
     assert committed(run(folder, *TRAINING))["content_digest"] == committed(result)["content_digest"]
 
 
-# --------------------------------------------------------------------------------------------------------------- hangs
-
-
 # -- gates: what misses a requirement is measured and committed, and not published ------------------------------------
 
 PASSED, MISSED = "evaluate.require.test_error=< 100", "evaluate.require.test_error=< 0"

@@ -264,8 +264,6 @@ def test_equal_keys_have_no_differences_and_order_does_not_matter() -> None:
     assert stage_key("x", {"a": 1, "b": 2}).digest == stage_key("x", {"b": 2, "a": 1}).digest
     assert stage_key("x", {"a": 1}).digest != stage_key("y", {"a": 1}).digest
     assert stage_key("x", {"a": 1}).digest != stage_key("x", {"a": True}).digest
-    with pytest.raises(ConfigError, match="object"):
-        stage_key("mine", {"x": object()})
 
 
 def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -186,27 +186,19 @@ def test_a_batch_that_is_split_stays_divisible_among_the_processes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_evaluation_halves_its_batch() -> None:
+def test_evaluation_halves_its_batch_and_the_shares_of_one_that_is_split() -> None:
     assert halve_evaluation_batch({"per_device_eval_batch_size": 6}, 2)["per_device_eval_batch_size"] == 1
     assert halve_evaluation_batch({"seed": 1}, 0) == {"seed": 1}
     lowered = TrainingArguments.from_dict(halve_evaluation_batch({"per_gpu_eval_batch_size": 6}, 1))  # an old name
     assert lowered.per_device_eval_batch_size == 3
-
-
-def test_evaluation_halves_the_shares_of_a_batch_that_is_split() -> None:
     args = {"per_device_eval_batch_size": 12, "accelerator_config": {"split_batches": True}}
     sharers = count_sharers(TrainingArguments.from_dict(args), lambda: 2)
     sizes = [halve_evaluation_batch(args, each, shared_by=sharers)["per_device_eval_batch_size"] for each in range(4)]
     assert sizes == [12, 6, 2, 2]  # 6, 3, 1 and 1 samples on each of two processes
+    assert [max_halvings(size) for size in (1, 2, 3, 8, 9)] == [0, 1, 1, 3, 3]
     assert max_halvings(12, shared_by=sharers) == 2
     # Processes that share no batch are not counted.
     assert count_sharers(TrainingArguments(), lambda: pytest.fail("this looks at the machine's devices")) == 1
-
-
-@pytest.mark.parametrize(("size", "halvings"), [(1, 0), (2, 1), (3, 1), (8, 3), (9, 3)])
-def test_the_ladder_ends_at_one_sample(size: int, halvings: int) -> None:
-    assert max_halvings(size) == halvings
-    assert size >> halvings == 1
 
 
 def test_the_decision_rides_on_the_error_that_prefect_hands_back() -> None:
