@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from tests.support import tiny
+from tests.support.command import TRAINFLOW
 from tests.support.launched import kept_files, patience_s
 from tests.support.machine import free_port
 from tests.support.repository import ROOT
@@ -29,19 +29,19 @@ from trainer_lib.protocol.requests import PreparedData, PrepareRequest, Request
 
 
 class Follower:
-    """A following machine: ``python -m trainer_lib.launch`` in a process of its own, its output in a file."""
+    """A following machine: ``trainflow join`` in a separate process, its output in a file."""
 
-    def __init__(self, folder: Path, *options: str) -> None:
+    def __init__(self, folder: Path, *options: str, **env: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.log = folder / "follower.log"
         with self.log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "trainer_lib.launch", *options],
+                [*TRAINFLOW, "join", *options],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
                 cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT)},
+                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **env},
                 start_new_session=True,
             )
 
@@ -79,9 +79,9 @@ Join = Callable[..., Follower]
 def join(tmp_path: Path, endpoint: str) -> Iterator[Join]:
     followers: list[Follower] = []
 
-    def begin(name: str = "other", *options: str) -> Follower:
-        usual = ("--processes", "1", "--threads", "1", "--join-timeout-s", "30", "--grace-s", "5")
-        followers.append(Follower(tmp_path / name, endpoint, *usual, *options))
+    def begin(name: str = "other", *options: str, **env: str) -> Follower:
+        usual = ("--processes", "1", "--threads", "1", "--timeout", "30")
+        followers.append(Follower(tmp_path / name, endpoint, *usual, *options, **env))
         return followers[-1]
 
     yield begin
@@ -172,7 +172,7 @@ def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
     tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
 ) -> None:
     asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    follower = join("other", "--env", "BAD_RANK=1")
+    follower = join("other", BAD_RANK="1")
     with pytest.raises(CodeError, match="this rank cannot collate") as caught:
         Leader(endpoint)(asked, max_restarts=3)
     assert caught.value.rank == 1
@@ -209,7 +209,7 @@ def test_a_hang_shows_the_stacks_of_both_machines(
     tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
 ) -> None:
     asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    join("other", "--env", "STEP_S=600")
+    join("other", STEP_S="600")
     with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
         Leader(endpoint)(asked, timeout_s=patience_s("trainer_lib.worker.train", 12.0))
     with kept_files(caught.value) as folder:
