@@ -11,8 +11,6 @@ The blocks of a tensor are all of its elements, without gap or overlap: of every
 first one writes it, and the others' digests are compared before the commit. Blocks are read whole and compared with
 their digests, the index with the commit, so no byte is used that was not committed, although no rank reads whole files.
 No collective carries a tensor. (torch.distributed.checkpoint divides tensors in the same way; its index is a pickle.)
-
-Checkpoints of earlier versions list "chunks": [file, first row, rows, position, sha256], blocks of whole rows.
 """
 
 from __future__ import annotations
@@ -433,7 +431,7 @@ def _spec(name: str, record: Mapping[str, Any], files: Mapping[str, FileEntry]) 
     if not is_shape(shape):
         raise TypeError("its shape is not one")
     blocks = []
-    for file, offset, size, position, sha256 in _list_blocks(shape, record):
+    for file, offset, size, position, sha256 in record["blocks"]:
         if not all(type(number) is int and 0 <= number < 2**62 for number in (*offset, *size, position)):
             raise ValueError("a block has an impossible place")
         if not isinstance(sha256, str):
@@ -446,18 +444,3 @@ def _spec(name: str, record: Mapping[str, Any], files: Mapping[str, FileEntry]) 
         if block.position + block.size > files[block.file].size:
             raise ValueError(f"a block lies behind the end of {block.file}")
     return _Spec(dtype, tuple(shape), tuple(blocks))
-
-
-def _list_blocks(shape: list[int], record: Mapping[str, Any]) -> Iterator[tuple[str, list[int], list[int], int, str]]:
-    """List the blocks of an index's entry; those of an earlier version are rows."""
-    if "blocks" in record:
-        yield from record["blocks"]
-        return
-    for file, start, rows, position, sha256 in record["chunks"]:
-        yield (
-            file,
-            ([start, *[0] * (len(shape) - 1)] if shape else []),
-            [rows, *shape[1:]] if shape else [],
-            position,
-            sha256,
-        )

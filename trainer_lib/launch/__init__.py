@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_lib.launch.base import launch
     from trainer_lib.launch.nodes import follow
-    from trainer_lib.launch.notebook import notebook_launcher
     from trainer_lib.launch.pool import launch_workers
     from trainer_lib.launch.settings.config import LaunchConfig, from_settings, require_torch, resolve_config
 
@@ -22,7 +21,6 @@ _NAMES = {
     "from_settings": "settings.config",
     "launch": "base",
     "launch_workers": "pool",
-    "notebook_launcher": "notebook",
     "require_torch": "settings.config",
     "resolve_config": "settings.config",
 }
@@ -33,7 +31,6 @@ __all__ = [
     "from_settings",
     "launch",
     "launch_workers",
-    "notebook_launcher",
     "require_torch",
     "resolve_config",
 ]

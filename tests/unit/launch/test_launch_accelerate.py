@@ -1,8 +1,7 @@
-"""The configuration files of accelerate, and its launcher for notebooks."""
+"""The configuration files of accelerate."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError
-from trainer_lib.launch import LaunchConfig, notebook_launcher, resolve_config
+from trainer_lib.launch import LaunchConfig, resolve_config
 from trainer_lib.launch.settings import accelerate, gpu_selection
 
 
@@ -129,29 +128,4 @@ def test_a_contradiction_with_accelerates_file_is_refused(
     with pytest.raises(ConfigError) as caught:
         resolve_config(LaunchConfig(**{"kind": "accelerate", "config_file": path, **given}))
     assert (caught.value.field, caught.value.value) == (f"train.launch.{field}", value or path)
-    assert caught.value.remedy is not None
-
-
-def test_one_process_is_this_one(two_cores: None) -> None:
-    def here(number: int) -> Any:
-        return number, os.getpid(), os.environ["ACCELERATE_MIXED_PRECISION"]
-
-    assert notebook_launcher(here, (7,), mixed_precision="bf16") == (7, os.getpid(), "bf16")
-    assert "ACCELERATE_MIXED_PRECISION" not in os.environ
-
-    def raises() -> None:
-        raise LookupError
-
-    with pytest.raises(LookupError):
-        notebook_launcher(raises)
-
-
-def test_what_cannot_be_forked_is_refused(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"processes = 3: This process may use 2 CPU core"):
-        notebook_launcher(print, num_processes=3)
-    import torch
-
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    with pytest.raises(ConfigError, match="num_processes = 2: This process has used a GPU already") as caught:
-        notebook_launcher(print, num_processes=2)
     assert caught.value.remedy is not None
