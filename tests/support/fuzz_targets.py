@@ -22,7 +22,6 @@ from tests.support.hostile import saved
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.foreign.parameters import derive_names, list_slots
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
 from trainer_lib.checkpoint.foreign.source import convert_optimizer, convert_scheduler, derive_position, read_source
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
@@ -271,8 +270,7 @@ def _importing(folder: Path) -> dict[str, Target]:
 def _imported(store: Store) -> object:
     """All but writing."""
     source = read_source(store)
-    slots = list_slots(source.optimizer["state"], source.optimizer["param_groups"])
-    names = derive_names(source.tensors, slots, in_order=source.in_order, decays=lambda name: "bias" not in name)
+    names = [[f"parameter {number}" for number in group["params"]] for group in source.optimizer["param_groups"]]
     snapshot = convert_optimizer(source.optimizer, names)
     schedule = convert_scheduler(source.scheduler, names)
     return snapshot, schedule, derive_position(source.state), source.config

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from trainer_lib.checkpoint.catalogue import read_checkpoint_info
 from trainer_lib.checkpoint.foreign.foreign_model import converted, from_config, load_adapter
-from trainer_lib.checkpoint.foreign.parameters import Names, choose_names, derive_names, list_slots
 from trainer_lib.checkpoint.foreign.source import (
     Source,
     convert_optimizer,
@@ -32,6 +31,11 @@ from trainer_lib.trainer.model import models
 from trainer_lib.worker.process.assembly import require_module
 from trainer_lib.worker.process.session import Work
 
+Names = list[list[str]]
+"""Parameter names by group, in the order of the group's numbers."""
+
+# State tensors of torch's optimizers that have the parameter's shape.
+_LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq", "acc_delta")
 # Names that transformers' Trainer leaves out of weight decay.
 _PEERS_RULE = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
@@ -85,34 +89,73 @@ def _check_free(root: Store, step: int) -> None:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def _model(work: Work[ImportRequest], source: Source) -> nn.Module | None:
-    """The model that was trained: what the user's function returns, or what config.json describes; None for neither."""
+def _model(work: Work[ImportRequest], source: Source) -> nn.Module:
+    """The model that was trained: what the user's function returns, or what config.json describes."""
     name = work.request.model
     if name is not None:
         built = work.recipe.call(name)
         return require_module(built, work, name, field="model", remedy="Return the model as it was trained.")
-    if source.adapter:
-        raise ConfigError(
-            "The folder holds a peft adapter: the order of its parameters depends on the base model.",
-            field="model",
-            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the base with the adapter on it.",
-        )
-    return from_config(source.config, len(source.tensors))
-
-
-def _names(source: Source, model: nn.Module | None) -> Names:
-    """Parameter names by group and place in the optimizer's state."""
-    groups = source.optimizer["param_groups"]
-    slots = list_slots(source.optimizer["state"], groups)
+    model = None if source.adapter else from_config(source.config, len(source.tensors))
     if model is None:
-        return derive_names(source.tensors, slots, in_order=source.in_order, decays=_may_decay)
+        what = "holds a peft adapter" if source.adapter else "has no config.json of a model that transformers can build"
+        raise ConfigError(
+            f"The folder {what}, and its optimizer numbers the parameters in the order of the model.",
+            field="model",
+            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
+        )
+    return model
+
+
+def _names(source: Source, model: nn.Module) -> Names:
+    """Parameter names by group and place in the optimizer's state, which has no names: the one choice that fits it.
+
+    Raises:
+        ConfigError: no choice fits (another model), or several different ones fit.
+    """
     trained = {name: tuple(param.shape) for name, param in model.named_parameters() if param.requires_grad}
-    # The optimizer's state has no names: whichever rule fits its groups and shapes made it, transformers' or ours.
+    # Whichever rule fits the groups and shapes made them, transformers' or ours.
     candidates = [
         [[name for name in trained if name in decaying], [name for name in trained if name not in decaying]]
         for decaying in (set(_peers_decay_names(model, "")), set(get_decay_parameter_names(model)))
     ]
-    return choose_names([*candidates, [list(trained)]], slots, trained)
+    candidates.append([list(trained)])
+    state, groups = source.optimizer["state"], source.optimizer["param_groups"]
+    saved = [[_saved_shape(state.get(number, {})) for number in group["params"]] for group in groups]
+    fitting: list[Names] = []
+    for names in candidates:
+        # Two candidates may be the same names: then it does not matter which one is meant.
+        if names not in fitting and _fits(names, saved, trained):
+            fitting.append(names)
+    if len(fitting) == 1:
+        return fitting[0]
+    sizes = [len(group) for group in saved]
+    if fitting:
+        raise ConfigError(
+            f"The model's parameters fit the optimizer's groups of {sizes} in more than one way.",
+            field="model",
+            remedy="The transformers Trainer does not make these groups by itself; train on from the weights.",
+        )
+    offered = " or ".join(str([len(group) for group in names]) for names in candidates)
+    raise ConfigError(
+        f"The optimizer's groups have {sizes} parameters; the model's would have {offered}, or other shapes.",
+        field="model",
+        remedy="Give the model as it was trained (--model), with the same parameters frozen.",
+    )
+
+
+def _saved_shape(values: Mapping[str, Any]) -> tuple[int, ...] | None:
+    """The shape of a parameter by its optimizer's state; None when that holds no tensor of the parameter's shape."""
+    shapes = (tuple(values[key].shape) for key in _LIKE_THE_PARAMETER if isinstance(values.get(key), Tensor))
+    return next(shapes, None)
+
+
+def _fits(
+    names: Names, saved: Sequence[Sequence[tuple[int, ...] | None]], shapes: Mapping[str, tuple[int, ...]]
+) -> bool:
+    if [len(group) for group in names] != [len(group) for group in saved]:
+        return False
+    pairs = [pair for group in zip(names, saved, strict=True) for pair in zip(*group, strict=True)]
+    return all(shape in (None, shapes[name]) for name, shape in pairs)
 
 
 def _may_decay(name: str) -> bool:
@@ -128,10 +171,8 @@ def _peers_decay_names(module: nn.Module, prefix: str) -> Iterator[str]:
     yield from (f"{prefix}{name}" for name in module._parameters if _may_decay(name))
 
 
-def _weights(source: Source, model: nn.Module | None) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def _weights(source: Source, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The weights under the names that a resumed model has, and what the commit records of a frozen base."""
-    if model is None:
-        return source.tensors, {}
     if source.adapter:
         load_adapter(model, source.tensors)
         state = Strategy(torch.device("cpu"), SingleProcess()).model_state(model)
@@ -173,7 +214,7 @@ def _trainer_state(source: Source, root: Store) -> dict[str, Any]:
     return state
 
 
-def _notes(source: Source, names: Names, model: nn.Module | None) -> list[str]:
+def _notes(source: Source, names: Names, model: nn.Module) -> list[str]:
     notes = [
         "The training arguments are not imported: give the same ones when you resume. With shuffled data the rest of "
         "this epoch comes in another order, so some samples of it are seen twice and others not; with "
@@ -184,7 +225,7 @@ def _notes(source: Source, names: Names, model: nn.Module | None) -> list[str]:
     best = source.state.best_global_step
     if best is not None and best != source.state.global_step:
         notes.append(f"The best checkpoint is that of step {best}: import it first, to have it at the end.")
-    if model is not None and len([called for called in names if called]) > 1:
+    if len([called for called in names if called]) > 1:
         ours = set(get_decay_parameter_names(model))
         if set(names[0]) != ours & {name for called in names for name in called}:
             notes.append(

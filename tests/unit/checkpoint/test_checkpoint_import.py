@@ -26,7 +26,6 @@ from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import losses, trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
 from trainer_lib.checkpoint.foreign.foreign_model import from_config
-from trainer_lib.checkpoint.foreign.parameters import Slot, derive_names
 from trainer_lib.checkpoint.foreign.source import derive_position
 from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -46,8 +45,12 @@ def classifier(seed: int = 0) -> Any:
     return made
 
 
+def pair() -> nn.Module:
+    return nn.ParameterDict({"a": nn.Parameter(torch.zeros(2, 3)), "b": nn.Parameter(torch.zeros(4))})
+
+
 class Layers(nn.Module):
-    """Layers of different shapes, which tell its parameters apart; or of equal ones, which do not."""
+    """A model that is not of transformers, with a buffer."""
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
@@ -85,10 +88,6 @@ def adapted() -> Any:
     return get_peft_model(llama(), LoraConfig(r=2, lora_alpha=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0))
 
 
-def equal_layers(seed: int = 1) -> Layers:
-    return layers(4)
-
-
 def tied(seed: int = 0) -> Any:
     return llama(seed=seed, tie_word_embeddings=True)
 
@@ -98,7 +97,6 @@ MODELS: dict[str, tuple[Callable[..., Any], Callable[[], list[Any]]]] = {
     "llama": (llama, lambda: lm_rows(40)),
     "bert": (classifier, lambda: text_rows(40)),
     "layers": (lambda seed=1: layers(), points),
-    "equal layers": (equal_layers, points),
     "tied": (tied, lambda: lm_rows(40)),
     "experts": (experts, lambda: lm_rows(40)),
     "adapter": (lambda seed=0: adapted(), lambda: lm_rows(40)),
@@ -123,6 +121,15 @@ def copied(peers: Peers, name: str, tmp_path: Path, step: int = 6) -> Path:
     return Path(shutil.copytree(peers(name)[0] / f"checkpoint-{step}", tmp_path / "source"))
 
 
+MODEL = "from tests.unit.checkpoint.test_checkpoint_import import {0}\ndef build():\n    return {0}({1})\n"
+
+
+def built(folder: Path, name: str = "layers") -> str:
+    """FILE.py:FUNCTION of a function of this file without arguments."""
+    (folder / "model.py").write_text(MODEL.format(name, ""))
+    return f"{folder / 'model.py'}:build"
+
+
 def check_continues(folder: Path, peers: Peers, name: str) -> Any:
     """Continue what was imported: the same losses as the peer's to 2e-6, and the same weights."""
     build, rows = MODELS[name]
@@ -143,9 +150,9 @@ def check_continues(folder: Path, peers: Peers, name: str) -> Any:
     [("llama", 3), ("llama", 6), ("llama", 9), ("bert", 6), ("layers", 6), ("tied", 6), ("experts", 6)],
 )
 def test_a_model_continues_as_with_transformers(name: str, step: int, peers: Peers, tmp_path: Path) -> None:
-    """Also one that its shapes alone tell (layers), and experts that lie apart in the file."""
+    """Also one that is not of transformers (layers), and experts that lie apart in the file."""
     source = peers(name)[0] / f"checkpoint-{step}"
-    told = import_here(source, tmp_path)
+    told = import_here(source, tmp_path, built(tmp_path) if name == "layers" else None)
     assert (told.step, told.left_out) == (step, ("training_args.bin",))
     assert told.parameters == 21 or name != "llama"
     assert get_last_checkpoint(tmp_path) == str(tmp_path / f"checkpoint-{step}")
@@ -168,7 +175,7 @@ def test_sharded_weights_are_taken_together(peers: Peers, tmp_path: Path) -> Non
 def test_a_folder_without_random_states_says_what_that_means(peers: Peers, tmp_path: Path) -> None:
     source = copied(peers, "layers", tmp_path)
     (source / "rng_state.pth").unlink()
-    told = import_here(source, tmp_path / "ours")
+    told = import_here(source, tmp_path / "ours", built(tmp_path))
     assert any("no random states" in note for note in told.notes)
     check_continues(tmp_path / "ours", peers, "layers")
 
@@ -218,19 +225,13 @@ def test_a_position_that_contradicts_itself_is_refused() -> None:
         derive_position(TrainerState(global_step=2, epoch=5.5))
 
 
-# ----------------------------------------------------------------------------------- names without the model's class
-MODEL = "from tests.unit.checkpoint.test_checkpoint_import import {0}\ndef build():\n    return {0}({1})\n"
-
-
-def test_a_model_that_its_shapes_do_not_tell_is_asked_for(peers: Peers, tmp_path: Path) -> None:
-    source, file = peers("equal layers")[0] / "checkpoint-6", tmp_path / "model.py"
-    with pytest.raises(ConfigError, match="several names of the weights fit one number") as caught:
+# --------------------------------------------------------------------------------------- models of one's own, adapters
+def test_a_model_that_config_json_does_not_describe_is_asked_for(peers: Peers, tmp_path: Path) -> None:
+    source, file = peers("layers")[0] / "checkpoint-6", tmp_path / "model.py"
+    with pytest.raises(ConfigError, match=r"has no config\.json of a model") as caught:
         import_here(source, tmp_path / "ours")
     assert "--model FILE.py:FUNCTION" in str(caught.value.remedy)
     assert not (tmp_path / "ours").exists()
-    file.write_text(MODEL.format("Layers", 4))
-    import_here(source, tmp_path / "ours", f"{file}:build")
-    check_continues(tmp_path / "ours", peers, "equal layers")
     for text, function, message in (
         ("", "absent", "no function absent"),
         ("def number():\n    return 5\n", "number", "must return a torch.nn.Module"),
@@ -243,34 +244,11 @@ def test_a_model_that_its_shapes_do_not_tell_is_asked_for(peers: Peers, tmp_path
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 def test_an_adapter_goes_on_with_its_base(peers: Peers, tmp_path: Path) -> None:
-    source, file = peers("adapter")[0] / "checkpoint-6", tmp_path / "model.py"
+    source = peers("adapter")[0] / "checkpoint-6"
     with pytest.raises(ConfigError, match="peft adapter"):
         import_here(source, tmp_path / "ours")
-    file.write_text(MODEL.format("adapted", ""))
-    import_here(source, tmp_path / "ours", f"{file}:build")
+    import_here(source, tmp_path / "ours", built(tmp_path, "adapted"))
     check_continues(tmp_path / "ours", peers, "adapter")
-
-
-def test_the_order_in_pytorch_model_bin_tells_equal_shapes_apart(peers: Peers, tmp_path: Path) -> None:
-    source = copied(peers, "equal layers", tmp_path)
-    ordered = {name: load_file(source / "model.safetensors")[name] for name in layers(4).state_dict()}
-    (source / "model.safetensors").unlink()
-    torch.save(ordered, source / "pytorch_model.bin")
-    import_here(source, tmp_path / "ours")
-    check_continues(tmp_path / "ours", peers, "equal layers")
-
-
-def test_names_are_dealt_in_order_or_not_at_all() -> None:
-    weights = {name: torch.zeros(3) for name in ("a", "b.bias", "c", "d.bias")}
-
-    def decays(name: str) -> bool:
-        return "bias" not in name
-
-    slots = [[Slot(0, (3,)), Slot(1, (3,))], [Slot(2, (3,)), Slot(3, (3,))]]
-    assert derive_names(weights, slots, in_order=True, decays=decays) == [["a", "c"], ["b.bias", "d.bias"]]
-    for in_order, places in ((False, slots), (True, [slots[0], slots[1][:1]]), (True, [[Slot(0, (4,))], []])):
-        with pytest.raises(ConfigError, match="cannot be found"):
-            derive_names(weights, places, in_order=in_order, decays=decays)
 
 
 def test_weights_of_another_model_are_refused(peers: Peers, tmp_path: Path) -> None:
@@ -294,7 +272,7 @@ def test_every_ranks_random_state_and_the_scaler_are_taken_over(peers: Peers, tm
                    source / f"rng_state_{rank}.pth")  # fmt: skip
     torch.save({"scale": 1024.0, "growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000,
                 "_growth_tracker": 3}, source / "scaler.pt")  # fmt: skip
-    import_here(source, tmp_path / "ours")
+    import_here(source, tmp_path / "ours", built(tmp_path))
     loaded = load_checkpoint(Store.open(tmp_path / "ours"), "checkpoint-6", SingleProcess())
     assert loaded.world_size == 3
     assert [loaded.read_rng(rank)["python"][2] for rank in range(3)] == [0.0, 1.0, 2.0]
@@ -303,9 +281,9 @@ def test_every_ranks_random_state_and_the_scaler_are_taken_over(peers: Peers, tm
 
 
 def test_what_is_there_already_is_not_overwritten(peers: Peers, tmp_path: Path) -> None:
-    import_here(peers("layers")[0] / "checkpoint-6", tmp_path)
+    import_here(peers("layers")[0] / "checkpoint-6", tmp_path, built(tmp_path))
     with pytest.raises(ConfigError, match="step 6 already"):
-        import_here(peers("layers")[0] / "checkpoint-6", tmp_path)
+        import_here(peers("layers")[0] / "checkpoint-6", tmp_path, built(tmp_path))
     with pytest.raises(ConfigError, match="already a checkpoint of trainflow"):
         import_here(tmp_path / "checkpoint-6", tmp_path / "other")
 
@@ -322,11 +300,11 @@ def test_the_best_checkpoint_is_found_again_once_it_is_imported(peers: Peers, tm
     def best(name: str) -> Any:
         return load_checkpoint(Store.open(tmp_path / name), "checkpoint-6", SingleProcess()).trainer_state
 
-    told = import_here(sources[6], tmp_path / "alone")
+    told = import_here(sources[6], tmp_path / "alone", built(tmp_path))
     assert any("that of step 3: import it first" in note for note in told.notes)
     assert best("alone")["best_model_checkpoint"] is None
-    import_here(sources[3], tmp_path / "both")
-    import_here(sources[6], tmp_path / "both")
+    for source in sources.values():
+        import_here(source, tmp_path / "both", built(tmp_path))
     assert best("both")["best_model_checkpoint"] == str(tmp_path / "both" / "checkpoint-3")
 
 
@@ -413,7 +391,7 @@ def test_what_torch_writes_is_read_as_torch_reads_it(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- importing folders
 @pytest.fixture(scope="module")
 def hand_made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What a Trainer of transformers writes, put together by hand: nothing here needs one."""
+    """The files of a Trainer of transformers, put together by hand: nothing here needs one."""
     folder = tmp_path_factory.mktemp("hand_made") / "checkpoint-2"
     folder.mkdir()
     weights = {"a": torch.randn(2, 3), "b": torch.randn(4)}
@@ -437,7 +415,7 @@ def test_the_arguments_are_never_opened(hand_made: Path, tmp_path: Path) -> None
     touched = tmp_path / "touched"
     (source / "training_args.bin").write_bytes(saved(Evil(touched)))
     (source / "modeling.py").write_text(f"open({str(touched)!r}, 'w')")
-    told = import_here(source, tmp_path / "out")
+    told = import_here(source, tmp_path / "out", built(tmp_path, "pair"))
     assert told.left_out == ("modeling.py", "training_args.bin")
     assert not touched.exists()
 

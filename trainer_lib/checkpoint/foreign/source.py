@@ -52,7 +52,6 @@ class Source:
     Attributes:
         url: the folder.
         tensors: the weights: name → tensor on the CPU, in its saved shape and dtype.
-        in_order: whether the weights are in the model's order, which pytorch_model.bin keeps.
         adapter: whether the weights are those of a peft adapter.
         optimizer, scheduler, scaler: `state_dict()`s as torch makes them.
         rngs: random states by rank, as `capture_rng` returns them; empty when a rank's are missing.
@@ -63,7 +62,6 @@ class Source:
 
     url: str
     tensors: dict[str, Tensor]
-    in_order: bool
     adapter: bool
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
@@ -104,7 +102,6 @@ def read_source(store: Store) -> Source:
     return Source(
         url=store.url,
         tensors=tensors,
-        in_order=any(name.endswith(".bin") for name in weight_files),
         adapter="adapter_model.safetensors" in weight_files,
         optimizer=_check_optimizer(optimizer, f"{where}optimizer.pt"),
         scheduler=scheduler,
