@@ -22,7 +22,7 @@ from trainer_lib.arguments.configs.parallelism_config import Layout
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import in_flight
-from trainer_lib.distributed.agreement import is_lost_peer, lost_peer_error, run_on_all_ranks
+from trainer_lib.distributed.agreement import is_lost_peer, lost_peer_error
 from trainer_lib.distributed.communicator import SingleProcess, choose_device
 from trainer_lib.distributed.precision import apply_tf32, create_precision, full_eval_dtype
 from trainer_lib.errors import (
@@ -230,12 +230,6 @@ def test_what_a_rank_of_a_layout_holds(layout: dict[str, Any], held: tuple[int, 
     assert rank.processes == 4
 
 
-def test_the_result_is_returned_and_a_failure_is_typed() -> None:
-    assert run_on_all_ranks(SingleProcess(), lambda: 3) == 3
-    with pytest.raises(CodeError, match="KeyError: 'x'"):
-        run_on_all_ranks(SingleProcess(), lambda: dict[str, int]()["x"])
-
-
 @pytest.mark.parametrize(
     ("error", "is_lost"),
     [
@@ -270,17 +264,6 @@ def nothing_remembered() -> Iterator[None]:
     in_flight._recent.clear()
     yield
     in_flight._recent.clear()
-
-
-def test_it_waits_for_the_thread_that_is_late() -> None:
-    held = [in_flight.remember(torch.zeros(1))]
-    dropped = threading.Timer(0.2, held.clear)
-    started = time.monotonic()
-    dropped.start()
-    assert in_flight.wait_until_released(20)
-    assert not held
-    assert time.monotonic() - started >= 0.2
-    dropped.join()
 
 
 def test_a_thread_that_never_drops_its_tensor_delays_the_end_no_longer_than_the_limit() -> None:

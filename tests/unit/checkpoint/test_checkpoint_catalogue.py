@@ -12,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import commit, no_damage, save, save_untrained, steps
+from tests.support.checkpoints import commit, no_damage, save_untrained, steps
 from tests.support.faulty import Faults, FaultyFileSystem
 from trainer_lib.checkpoint.catalogue import delete_leftovers, find_newest_intact, list_checkpoints, rotate_checkpoints
-from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import DamagedError, StorageError
@@ -44,12 +43,6 @@ def folder(root: Store) -> Store:
     """The folder of an untrained checkpoint-1, the only one."""
     save_untrained(root, 1)
     return root.child("checkpoint-1")
-
-
-def test_it_lists_what_the_writer_writes(root: Store) -> None:
-    first, second = save(root, 1), save(root, 2)
-    assert list_checkpoints(root) == [second, first]
-    assert checkpoint_name(2) == second.name
 
 
 def test_a_store_that_cannot_be_read_is_no_reason_to_go_back(faulty_url: str, monkeypatch: pytest.MonkeyPatch) -> None:

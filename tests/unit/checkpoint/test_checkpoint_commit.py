@@ -5,21 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import safetensors.torch
 import torch
 
-from tests.support.checkpoints import Net, save, snapshot, trained
+from tests.support.checkpoints import save, snapshot
 from tests.support.conformance import fault_each_write, faulty
 from tests.support.faulty import Faults, Kind
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot, estimate_bytes
 from trainer_lib.checkpoint.writer import add_files, save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
@@ -31,35 +28,11 @@ from trainer_lib.storage import Store
 # --------------------------------------------------------------------------------------------------- what others read
 
 
-def test_the_weights_load_with_safetensors_as_they_are(tmp_path: Path) -> None:
-    info = save(Store.open(tmp_path))
-    net = Net()
-    safetensors.torch.load_model(net, Path(info.url) / "model.safetensors")
-    for one, two in zip(net.state_dict().values(), trained()[0].state_dict().values(), strict=True):
-        assert torch.equal(one, two)
-
-
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     info = save(Store.open(tmp_path))
     args = json.loads((Path(info.url) / "training_args.json").read_text())
     assert args == {"learning_rate": 0.01, "hub_token": "<HUB_TOKEN>", "nested": {"api_key": "<API_KEY>"}}
     assert all(b"s3cr3t" not in path.read_bytes() for path in Path(info.url).rglob("*") if path.is_file())
-
-
-def test_nothing_is_pickled_or_unpickled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **kwargs: object) -> Any:
-        raise AssertionError("pickle")
-
-    for module, names in ((pickle, ("dump", "dumps", "load", "loads", "Unpickler")), (torch, ("load", "save"))):
-        for name in names:
-            monkeypatch.setattr(module, name, refuse)
-    root = Store.open(tmp_path)
-    save(root)
-    loaded = load_checkpoint(root, "checkpoint-2", SingleProcess())
-    loaded.read_model()
-    loaded.read_optimizer()
-    for path in tmp_path.rglob("*"):
-        assert path.is_dir() or path.suffix in (".json", ".safetensors", ".txt")
 
 
 # --------------------------------------------------------------------------------------------------- stores that fail

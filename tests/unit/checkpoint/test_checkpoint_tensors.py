@@ -80,17 +80,11 @@ def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None
 def test_views_that_only_overlap_are_stored_each(tmp_path: Path) -> None:
     base = torch.arange(12.0).reshape(3, 4)
     tensors = {"base": base, "row": base[1], "half": base[:2], "same": base.view(3, 4), "flat": base.view(12)}
+    tensors |= {"complex": (numbers := torch.randn(3, dtype=torch.complex64)), "conjugate": numbers.conj()}
     store = Store.open(tmp_path)
     found = read_safetensors(store, NAME, expect=save(store, tensors))
     assert_same(found, tensors)
     assert found["same"] is found["base"]
-
-
-def test_a_conjugate_view_is_not_taken_for_its_base(tmp_path: Path) -> None:
-    base = torch.randn(3, dtype=torch.complex64)
-    tensors = {"base": base, "conjugate": base.conj()}
-    store = Store.open(tmp_path)
-    assert_same(read_safetensors(store, NAME, expect=save(store, tensors)), tensors)
 
 
 @pytest.mark.parametrize(
@@ -177,19 +171,14 @@ HEADERS: dict[str, tuple[Callable[[], bytes], str]] = {
     "a million names": (lambda: crafted(many(10**6)), "impossible length"),
     "aliases that are not text": (lambda: crafted({"__metadata__": {"trainflow.aliases": 5}}), "malformed"),
     "aliases of nothing": (lambda: crafted({"__metadata__": {"trainflow.aliases": '{"a":"b"}'}}), "tied tensors"),
-    "seven bytes": (lambda: b"1234567", "impossible length"),
-    "a header beyond the file": (lambda: crafted(b"{}", length=10**8), "impossible length"),
     "a header that is no text": (lambda: crafted(b"\xff\xff"), "malformed"),
     "a header that is no JSON": (lambda: crafted(b"not json"), "malformed"),
     "metadata in a list": (lambda: crafted({"__metadata__": []}), "malformed"),
     "aliases in a list": (lambda: crafted({"__metadata__": {"trainflow.aliases": "[1]"}}), "malformed"),
-    "an alias of a number": (lambda: crafted({"__metadata__": {"trainflow.aliases": '{"x": 1}'}}), "malformed"),
     "an entry that is a number": (lambda: crafted({"a": 1}), "malformed"),
-    "an empty entry": (lambda: crafted({"a": {}}), "malformed"),
     "a shape that is text": (lambda: crafted({"a": {**TENSOR, "shape": "2"}}, b"\0" * 8), "malformed"),
     "a shape of other bytes": (lambda: crafted({"a": {**TENSOR, "shape": [3]}}, b"\0" * 8), "contradicts itself"),
     "half an offset": (lambda: crafted({"a": {**TENSOR, "data_offsets": [0]}}, b"\0" * 8), "malformed"),
-    "a terabyte": (lambda: crafted({"a": {**TENSOR, "data_offsets": [0, 2**40]}}, b"\0" * 8), "contradicts itself"),
     "a terabyte of numbers": (
         lambda: crafted({"a": {**TENSOR, "shape": [2**40], "data_offsets": [0, 2**42]}}, b"\0" * 8),
         "promises",

@@ -15,8 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from tests.support.machine import free_port
 from tests.support.stores import record_fsync
@@ -307,15 +305,6 @@ def test_a_path_that_could_lead_outside_is_refused_everywhere(rel: str, tmp_path
             write(rel, b"")
 
 
-@settings(max_examples=50)
-@given(st.text(max_size=30))
-def test_an_accepted_path_stays_inside(rel: str) -> None:
-    if relative_problem(rel) is None:
-        inside = os.path.normpath(os.path.join("/root/store", rel))  # noqa: PTH118
-        assert inside.startswith("/root/store/")
-        assert inside == f"/root/store/{rel}"
-
-
 def test_local_folders_by_any_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for url in (tmp_path / "s", "s", "./s", f"file://{tmp_path}/s", f"local://{tmp_path}/s", f"{tmp_path}/s/"):
@@ -347,12 +336,6 @@ def test_a_wrong_url_is_refused_by_the_field_it_came_from(url: str, message: str
     with pytest.raises(ConfigError, match=message) as caught:
         Store.open(url, field="publish.target")
     assert caught.value.field == "publish.target"
-
-
-def test_a_near_miss_is_told_the_right_scheme() -> None:
-    with pytest.raises(ConfigError) as caught:
-        Store.open("memroy://x")
-    assert "Did you mean memory://" in str(caught.value.remedy)
 
 
 @pytest.mark.parametrize("url", ["s3://key:s3cr3t@bucket/x", "s3://bucket/x?X-Amz-Signature=s3cr3t", "gs://b/x#s3cr3t"])
