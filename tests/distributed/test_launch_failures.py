@@ -8,7 +8,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 
@@ -18,11 +18,8 @@ from tests.support.launched import Owner, kept_files, request, wait_until
 from tests.support.memory_group import limited
 from tests.support.repository import ROOT
 from trainer_lib.errors import (
-    CodeError,
-    DataError,
     HangError,
     InfrastructureError,
-    OutOfMemoryError,
     Preempted,
     PreemptedByNotice,
     StorageFullError,
@@ -56,57 +53,33 @@ build_model = prepare
 """
 
 
-class Row(NamedTuple):
-    what: str
-    error: type[TrainflowError]
-    says: str
-    retried: bool = False
+EXITED = "Rank 1 ended with exit code 3 and recorded no reason."
+SEGFAULT = "Rank 1 was killed by SIGSEGV (11)."
+FULL = "No space left: [Errno 28] No space left on device"
 
 
-TABLE = {
-    "raises": Row("raise KeyError('gone')", CodeError, "KeyError: 'gone'"),
-    "finds bad data": Row(
-        "from trainer_lib.errors import DataError; raise DataError('Row 7 is empty.', field='train', remedy='Fix it.')",
-        DataError,
-        "Row 7 is empty.",
-    ),
-    "sys.exit(3)": Row("sys.exit(3)", CodeError, "The recipe ended the process with sys.exit(3)."),
-    "os._exit(3)": Row(
-        "os._exit(3)", InfrastructureError, "Rank 1 ended with exit code 3 and recorded no reason.", True
-    ),
-    "segmentation fault": Row("ctypes.string_at(0)", InfrastructureError, "Rank 1 was killed by SIGSEGV (11).", True),
-    "MemoryError": Row("bytearray(1 << 60)", OutOfMemoryError, "Memory ran out: MemoryError"),
-    "disk full": Row(
-        "raise OSError(28, 'No space left on device')",
-        StorageFullError,
-        "No space left: [Errno 28] No space left on device",
-    ),
-}
-TWO: dict[str, Any] = {"kind": "torchrun", "processes": 2, "grace_s": 2.0}
-
-
-def failure(asked: Request[Any], warnings: list[str], **config: Any) -> TrainflowError:
-    """How a launch on two processes ends."""
-
-    def hear(event: dict[str, Any]) -> None:
-        if event["event"] == "warning":
-            warnings.append(event["message"])
-
+@pytest.mark.parametrize(
+    ("what", "expected", "says", "retried"),
+    [
+        ("os._exit(3)", InfrastructureError, EXITED, True),
+        ("ctypes.string_at(0)", InfrastructureError, SEGFAULT, True),
+        ("raise OSError(28, 'No space left on device')", StorageFullError, FULL, False),
+    ],
+)
+def test_what_is_done_to_one_rank_comes_back_typed(
+    what: str, expected: type[TrainflowError], says: str, retried: bool, tmp_path: Path
+) -> None:
+    heard: list[dict[str, Any]] = []
+    config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, max_restarts=1)
+    asked: Request[Any] = request(tmp_path, RECIPE.format(what=what))
     with pytest.raises(TrainflowError) as caught:
-        launch(asked, LaunchConfig(**TWO, **config), env={}, on_line=lambda line: None, on_event=hear)
-    return caught.value
-
-
-@pytest.mark.parametrize("name", TABLE)
-def test_what_is_done_to_one_rank_comes_back_typed(name: str, tmp_path: Path) -> None:
-    row = TABLE[name]
-    warnings: list[str] = []
-    error = failure(request(tmp_path, RECIPE.format(what=row.what)), warnings, max_restarts=1)
-    assert (type(error), error.message, error.rank) == (row.error, row.says, 1)
+        launch(asked, config, env={}, on_line=lambda line: None, on_event=heard.append)
+    error = caught.value
+    assert (type(error), error.message, error.rank) == (expected, says, 1)
     assert error.remedy
-    started = (tmp_path / "started").read_text().split()
-    assert started.count("1") == (2 if row.retried else 1)
-    assert warnings == ([f"{row.says} Starting again (1 of 1)."] if row.retried else [])
+    assert (tmp_path / "started").read_text().split().count("1") == 1 + retried
+    warnings = [event["message"] for event in heard if event["event"] == "warning"]
+    assert warnings == [f"{says} Starting again (1 of 1)."] * retried
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -191,22 +190,3 @@ def test_whole_tensors_are_read_one_by_one_and_compared_again(tmp_path: Path) ->
     path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))  # after it was compared
     with pytest.raises(DamagedError, match="is not the committed one"):
         dict(model)
-
-
-OLD = Path(__file__).parents[2] / "data" / "by_rows"
-
-
-def test_a_checkpoint_by_rows_of_an_earlier_version_is_read(tmp_path: Path) -> None:
-    shutil.copytree(OLD, tmp_path / "run")
-    loaded = load_checkpoint(Store.open(tmp_path / "run"), "checkpoint-1", SingleProcess())
-    model, state = loaded.read_model(), loaded.read_optimizer()
-    assert state is not None
-    whole = {"odd": torch.arange(15.0).reshape(5, 3), "bias": torch.arange(4.0), "one": torch.arange(2.0).reshape(1, 2)}
-    for name, value in whole.items():
-        assert torch.equal(model[name], value - 0.5)
-        assert torch.equal(state.tensors[f"{name}/momentum_buffer"], torch.ones_like(value))
-    assert torch.equal(model["tied"], model["odd"])
-    assert model["count"] == 7
-    assert isinstance(model, ShardedTensors)
-    [column] = model.read_boxes("odd", [Box((1, 1), (3, 1))])
-    assert torch.equal(column, whole["odd"][1:4, 1:2] - 0.5)
