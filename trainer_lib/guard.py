@@ -96,12 +96,6 @@ def is_gone(process: Process) -> bool:
     return False
 
 
-def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped this process (SIGSTOP), on systems with /proc."""
-    row = _read_stat(pid)
-    return row is not None and row[2] == "T"
-
-
 def send_signal(process: Process, number: int) -> None:
     """Signal the process unless it has ended."""
     if is_alive(process):  # between this look and the kill, all pids would have to be used up to hit another process

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +15,10 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 
-from tests.support.launched import WAITING_RECIPE, Owner, kept_files, patience_s, request, wait_until
+from tests.support.launched import Owner, kept_files, patience_s, request
 from trainer_lib.errors import CodeError, InfrastructureError, Interrupted, Preempted
 from trainer_lib.launch import LaunchConfig, launch, resolve_config, warm
 from trainer_lib.launch.run_dir import RunDir
-from trainer_lib.locks import tickets
 from trainer_lib.protocol.requests import Request
 
 R = TypeVar("R")
@@ -260,64 +257,28 @@ def build_model(options, data):
 """
 
 
-@contextmanager
-def owner(folder: Path, recipe: str = WAITING_RECIPE, **config: Any) -> Iterator[Owner]:
-    settings = {"kind": "process", "per_device": 1, "grace_s": 1.0, **config}
-    started = Owner(folder, request(folder, recipe), **settings)
-    try:
-        yield started
-    finally:
-        started.close()
-
-
-def waiting() -> list[tickets.Ticket]:
-    """The launches that wait now."""
-    with contextlib.closing(tickets.Queue()) as queue, queue._locked(lambda: False):
-        return [ticket for _, ticket in queue._living() if ticket.waits]
-
-
 def test_the_second_launch_waits_until_the_killed_first_one_has_left_the_device(tmp_path: Path) -> None:
-    recipe = WAITING_RECIPE.replace('os.environ.get("MODE", "")', '"through"')
-    with contextlib.ExitStack() as stack:
-        first = stack.enter_context(owner(tmp_path / "a", env={"MODE": "deaf"}, grace_s=3.0))
-        first.wait_for(ready := tmp_path / "a" / "ready-0")
-        second = stack.enter_context(owner(tmp_path / "b", recipe))
-        worker = psutil.Process(int(ready.read_text()))
-        wait_until(lambda: len(waiting()) == 1, 60)
-        os.kill(first.process.pid, signal.SIGKILL)
-        assert waiting(), "the worker of the killed command still saves"
-        second.wait_for(tmp_path / "b" / "ready-0", timeout=60)
-        assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
-        assert second.process.wait(60) == 0
-        outcome = second.outcome()
-    assert outcome["class"] is None, outcome
-    said = [event for event in outcome["events"] if event["event"] == "wait"]
-    assert said[0]["message"].startswith(f"waits for the CPU, in use by prepare (process {first.process.pid}), since ")
-    assert said[-1]["message"] == "The CPU can be used."
-    assert said[-1]["waited_s"] > 0
-
-
-def test_a_launch_that_waits_can_be_cancelled(tmp_path: Path) -> None:
     events: list[dict[str, Any]] = []
-    with owner(tmp_path / "a") as first:
-        first.wait_for(tmp_path / "a" / "ready-0")
-        with pytest.raises(Interrupted, match=r"Cancelled while it waited for the CPU\."):
-            launch(
-                request(tmp_path / "b"),
-                LaunchConfig(kind="process", per_device=1),
-                env={},
-                on_line=lambda line: None,
-                on_event=events.append,
-                should_cancel=lambda: bool(events),
-            )
-        assert not waiting()
-    assert not (tmp_path / "b" / "ready-0").exists()
+    limit: dict[str, Any] = {"kind": "process", "per_device": 1}
+    first = Owner(tmp_path / "a", request(tmp_path / "a"), env={"MODE": "deaf"}, grace_s=3.0, **limit)
+    try:
+        first.wait_for(ready := tmp_path / "a" / "ready-0")
+        worker = psutil.Process(int(ready.read_text()))
 
+        def hear(event: dict[str, Any]) -> None:
+            if event["event"] == "wait":
+                alive = worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE
+                events.append({**event, "alive": alive})
+            first.process.kill()  # its worker still saves
 
-def test_without_a_limit_launches_share_the_cpu(tmp_path: Path) -> None:
-    with owner(tmp_path / "a"), owner(tmp_path / "b", per_device=None) as second:
-        second.wait_for(tmp_path / "b" / "ready-0")
-        assert not waiting()
+        config = LaunchConfig(**limit)
+        launch(request(tmp_path / "b", ROWS), config, env={}, on_line=lambda line: None, on_event=hear)
+    finally:
+        first.close()
+    wait, free = events
+    assert wait["message"].startswith(f"waits for the CPU, in use by prepare (process {first.process.pid}), since ")
+    assert (free["message"], wait["alive"], free["alive"]) == ("The CPU can be used.", True, False)
+    assert free["waited_s"] > 0
 
 
 def test_workers_hold_the_device_themselves_also_where_they_waited(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -16,11 +17,13 @@ from typing import Any
 import pytest
 
 from tests.support.launched import request, wait_until
-from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
+from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, StorageError
 from trainer_lib.guard import Process, start_time
 from trainer_lib.launch import LaunchConfig, base, reported
+from trainer_lib.launch.device_slots import held_devices
 from trainer_lib.launch.reported import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.settings import gpu_selection
 from trainer_lib.protocol.requests import PrepareRequest
 from trainer_lib.storage import Store
 from trainer_lib.worker.process import session
@@ -200,3 +203,96 @@ def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch:
         with ThreadPoolExecutor(1) as pool, pytest.raises(KeyError):
             pool.submit(launch, "x").result(10)
     assert VARIABLE not in os.environ
+
+
+# ------------------------------------------------------------------------------------------------------------ devices
+@pytest.fixture
+def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two CUDA devices, as their files show them."""
+    for name in ("nvidia0", "nvidia1", "nvidiactl"):
+        (tmp_path / name).touch()
+    for place, uuid in (("0000:07:00.0", "GPU-aa11"), ("0000:0a:00.0", "GPU-bb22")):
+        (tmp_path / "driver" / place).mkdir(parents=True)
+        (tmp_path / "driver" / place / "information").write_text(f"Model: \t X\nGPU UUID: \t {uuid}\n")
+    monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
+    monkeypatch.setattr(gpu_selection, "DRIVER_FILES", tmp_path / "driver")
+    monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.usefixtures("two_gpus")
+@pytest.mark.parametrize(
+    ("visible", "processes", "names"),
+    [
+        (None, 1, ("GPU 0",)),
+        (None, 2, ("GPU 0", "GPU 1")),
+        ("1", 1, ("GPU 1",)),
+        ("GPU-bb", 1, ("GPU 1",)),
+        ("GPU-cc", 1, ("GPU GPU-cc",)),
+        ("MIG-77", 1, ("GPU MIG-77",)),
+        ("", 1, ()),
+    ],
+)
+def test_a_device_has_one_name(visible: str | None, processes: int, names: tuple[str, ...]) -> None:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert gpu_selection.name_devices(environment, processes) == names
+
+
+def held(
+    events: list[dict[str, Any]], *, on_devices: bool = True, **config: Any
+) -> contextlib.AbstractContextManager[Any]:
+    """The devices of a launch, for the length of the block; one that has to wait says so, and is cancelled."""
+    return held_devices(
+        LaunchConfig(**{"processes": 1, **config}),
+        on_devices=on_devices,
+        what="train",
+        on_event=events.append,
+        should_cancel=lambda: any(event["event"] == "wait" for event in events),
+    )
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_gpu_is_for_one_launch_unless_the_settings_say_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[dict[str, Any]] = []
+    with held(events, devices=(1,)) as files:
+        assert len(files) == 1
+        with held(events, devices=(0,)) as others, held(events, devices=(1,), per_device=2) as second:
+            assert len(others) == len(second) == 1
+        with held(events, per_device="any") as none, held(events, on_devices=False) as prepared:
+            assert none == prepared == (), "data is prepared beside a training"
+        with monkeypatch.context() as worker:
+            worker.setenv("TRAINFLOW_OWNER", f"{os.getpid()}:{start_time(os.getpid())}")
+            with held(events, devices=(1,)) as nested:
+                assert nested == (), "a worker uses the devices of its launch"
+        assert events == []
+        with pytest.raises(Interrupted, match="Cancelled while it waited for GPU 0, GPU 1"):
+            held(events, devices=(0, 1), processes=2).__enter__()
+        [wait] = events
+        assert wait["message"].startswith(f"waits for GPU 1, in use by train (process {os.getpid()}), since ")
+        with held([], devices=(0,)):
+            inherited = os.dup(files[0])
+    with pytest.raises(Interrupted):
+        held([{"event": "wait"}], devices=(1,)).__enter__()
+    os.close(inherited)
+    with held([], devices=(0, 1), processes=2) as both:
+        assert len(both) == 2
+
+
+@pytest.mark.usefixtures("two_gpus")
+def test_a_limit_that_cannot_be_kept_is_refused_where_it_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
+    events: list[dict[str, Any]] = []
+    with (
+        pytest.raises(ConfigError, match="It cannot be seen which launches use") as refused,
+        held(events, per_device=1),
+    ):
+        pass
+    assert refused.value.field == "train.launch.per_device"
+    with held(events) as files:
+        assert files == ()
+    [warning] = events
+    assert warning["event"] == "warning"
+    assert warning["message"].endswith("This one starts next to them.")
