@@ -29,7 +29,7 @@ _SEES_METRICS = {
     "metrics", "on_evaluate", "on_log", "on_predict", "predict", "prediction_loop", "preprocess_logits_for_metrics",
     "save_to_json", "vars",
 }  # fmt: skip
-_QUIET_CALLBACKS = {"TrainerCallback", "ProgressCallback", "PrinterCallback"}
+_QUIET_CALLBACKS = {"TrainerCallback", "ProgressCallback", "PrinterCallback", "StragglerCallback"}
 # Callbacks of other packages may look at metrics under any name. These have none that do, but for those above.
 _WITHOUT_CALLBACKS = (BASES - {"keras", "lightning"}) | {
     "PIL", "accelerate", "matplotlib", "pandas", "polars", "pyarrow", "safetensors", "scipy", "seaborn", "tqdm",

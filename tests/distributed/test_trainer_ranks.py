@@ -1,9 +1,12 @@
-"""Arguments and parts of the user's own on two ranks: replication, memory, losses, metrics, pushes."""
+"""Arguments and parts of the user's own on two ranks: replication, memory, losses, metrics, pushes, slow ranks."""
 
 from __future__ import annotations
 
 import errno
+import json
+import os
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import LOGGED, accuracy, final_state, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
+from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.writer import add_files
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import CodeError, ConfigError, OutOfMemoryError, StorageFullError
@@ -337,3 +341,59 @@ def test_one_rank_pushes_and_every_rank_gets_the_url(tmp_path: Path) -> None:
     assert (first[1], second[1]) == (False, True)
     oldest = FolderHub(str(tmp_path / "hub")).revisions()[-1]
     assert "last-checkpoint/rng/rank-00001.json" in {entry.path for entry in oldest.commit.files}
+
+
+# ---------------------------------------------------------------------- the rank that keeps the others waiting is named
+class Slow:
+    """Rows that one rank takes long to load."""
+
+    def __init__(self, rank: int, seconds: float) -> None:
+        self._seconds = seconds if int(os.environ["RANK"]) == rank else 0.0
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self._seconds)
+        return ROWS[index % len(ROWS)]
+
+
+def _delayed(folder: str, where: str, rank: int) -> list[str]:
+    told: list[str] = []
+    callback = StragglerCallback(every_s=0.1, windows=2, report=told.append)
+    rows = Slow(rank, 0.01 if where == "data" else 0.0)
+    training = trainer(folder, rows, callbacks=[callback], max_steps=60, per_device_train_batch_size=2, logging_steps=7)
+    if where == "forward" and int(os.environ["RANK"]) == rank:
+        [*training.model.modules()][-1].register_forward_pre_hook(lambda *_: time.sleep(0.02))
+    training.train()
+    return told
+
+
+@pytest.mark.parametrize(("where", "rank"), [("data", 0), ("forward", 1)])
+def test_the_rank_that_is_slow_is_named_on_the_first(where: str, rank: int, tmp_path: Path) -> None:
+    first, second = run_distributed(_delayed, 2, str(tmp_path), where, rank)
+    assert second == []
+    # A second time only after a window in which a busy machine held the other rank up as well.
+    assert {line.split(" is slow: ")[0] for line in first} == {f"Rank {rank}"}
+    assert float(first[0].split("it needs ")[1].split(" ms")[0]) >= 20.0
+
+
+def _judged(said: list[tuple[float, ...]]) -> list[str]:
+    told: list[str] = []
+    callback = StragglerCallback(windows=2, report=told.append)
+    for number, times in enumerate(said):
+        callback._compare([json.dumps([number, seconds]) for seconds in times])
+    return told
+
+
+def test_only_a_rank_that_is_slow_for_long_is_named_and_in_a_world_of_one_none(tmp_path: Path) -> None:
+    assert _judged([(0.1, 0.9), (0.1, 0.1), (0.1, 0.9), (0.1, 0.1)]) == []
+    assert _judged([(0.0001, 0.0009)] * 5) == []
+    assert _judged([(0.1, 0.14)] * 5) == []
+    [told] = _judged([(0.1, 0.1, 0.9)] * 5)
+    slow, rest = told.split("; ")
+    assert slow == "Rank 2 is slow: it needs 900.0 ms of its own per step, and the median is 100.0 ms"
+    assert rest == "the other ranks wait for it."
+    callback = StragglerCallback(every_s=0.0)
+    trainer(tmp_path, ROWS, callbacks=[callback], max_steps=2).train()
+    assert callback._clock is None

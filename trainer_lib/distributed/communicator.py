@@ -19,6 +19,7 @@ import logging
 import os
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 from types import TracebackType
@@ -255,6 +256,8 @@ class ProcessGroup(Communicator):
         self._ranks, self._group = ranks, group
         self._device_group = device_group or group
         self._twin: Communicator | None = None
+        self.waited_s = 0.0
+        "Seconds in `sum_ints`, which ranks call in every step: mostly waiting for the others."
 
     @override
     def barrier(self) -> None:
@@ -316,8 +319,10 @@ class ProcessGroup(Communicator):
 
     @override
     def sum_ints(self, values: list[int]) -> list[int]:
+        started = time.perf_counter()
         total = np.array(values, dtype=np.int64)
         dist.all_reduce(in_flight.share(total), group=self._group)
+        self.waited_s += time.perf_counter() - started
         return [int(value) for value in total]
 
     @override

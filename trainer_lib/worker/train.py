@@ -23,6 +23,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import number_words
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
+from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.loading.mixture_order import MixtureOrder
 from trainer_lib.data.rows.mixture import INFO
@@ -203,7 +204,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     model = build_model(work, args, data)
     require_flavor(model, request.flavor)
     stops = stopping_callbacks(request)
-    trainer = build_trainer(work, args, model, [*stops, events], train_dataset=train_set, eval_dataset=eval_set)
+    callbacks = [*stops, events, StragglerCallback(report=lambda text: work.events.emit("warning", message=text))]
+    trainer = build_trainer(work, args, model, callbacks, train_dataset=train_set, eval_dataset=eval_set)
     add_metrics(trainer, request.metrics)
     events.follow(trainer)
     changes = MixtureChanges(work, trainer)
