@@ -29,47 +29,47 @@ FALSE_WORDS = frozenset({"false", "no", "off", "n", "f", "0"})
 NONE_WORDS = frozenset({"none", "null", "~"})
 
 
-def coerce(value: Any, hint: Any, *, field: str, secret: bool = False) -> Any:
+def coerce(value: Any, hint: Any, *, field: str) -> Any:
     """Return `value` converted to the type `hint`. A type that is not known here leaves the value as it is.
 
     Raises:
-        ConfigError: the value does not fit; the error has `field`, the value (unless `secret`) and what would fit.
+        ConfigError: the value does not fit; the error has `field`, the value and what would fit.
     """
     if hint is Any or hint is object or isinstance(hint, (str, typing.TypeVar, typing.ForwardRef)):
         return value
     origin = typing.get_origin(hint)
     if origin in (typing.Union, types.UnionType):
-        return _union(value, typing.get_args(hint), field, secret)
+        return _union(value, typing.get_args(hint), field)
     if origin is typing.Literal:
-        return _literal(value, typing.get_args(hint), field, secret)
+        return _literal(value, typing.get_args(hint), field)
     if origin is typing.Annotated:
-        return coerce(value, typing.get_args(hint)[0], field=field, secret=secret)
+        return coerce(value, typing.get_args(hint)[0], field=field)
     kind = origin if isinstance(origin, type) else hint
     if not isinstance(kind, type):
         return value
-    return _plain(value, kind, hint, field, secret)
+    return _plain(value, kind, hint, field)
 
 
-def _plain(value: Any, kind: type, hint: Any, field: str, secret: bool) -> Any:
-    simple: dict[type, Callable[[Any, str, bool], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
+def _plain(value: Any, kind: type, hint: Any, field: str) -> Any:
+    simple: dict[type, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
     if kind in simple:
-        return simple[kind](value, field, secret)
+        return simple[kind](value, field)
     if issubclass(kind, Enum):
-        return _enum(value, kind, field, secret)
+        return _enum(value, kind, field)
     if kind in (list, tuple, set, frozenset, Sequence):
-        return _sequence(value, kind, hint, field, secret)
+        return _sequence(value, kind, hint, field)
     if kind in (dict, Mapping):
-        return _dict(value, field, secret)
+        return _dict(value, field)
     if issubclass(kind, Path):
         return Path(value)
     if kind is type(None):
         if value is None or (isinstance(value, str) and value.strip().lower() in NONE_WORDS):
             return None
-        raise _refused("Only none is allowed here", "none", value, field, secret)
+        raise _refused("Only none is allowed here", "none", value, field)
     return value
 
 
-def _union(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> Any:
+def _union(value: Any, options: tuple[Any, ...], field: str) -> Any:
     optional = type(None) in options
     kinds = [option for option in options if option is not type(None)]
     if any(option is Any or option is object for option in kinds):
@@ -88,13 +88,13 @@ def _union(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> An
         if kind is bool and str in kinds and isinstance(value, str) and value.strip().lower() not in ("true", "false"):
             continue  # `bool | str`: a folder may be called "on" or "1"
         try:
-            return coerce(value, kind, field=field, secret=secret)
+            return coerce(value, kind, field=field)
         except ConfigError as error:
             failures.append(error)
     if len(failures) == 1:
         raise failures[0]
     wanted = " or ".join(_name(option) for option in options)
-    raise _refused(f"The value has the wrong type ({type(value).__name__})", wanted, value, field, secret)
+    raise _refused(f"The value has the wrong type ({type(value).__name__})", wanted, value, field)
 
 
 def _rank(kind: Any, value: Any) -> int:
@@ -111,7 +111,7 @@ def _rank(kind: Any, value: Any) -> int:
     return order.get(base, 0)
 
 
-def _bool(value: Any, field: str, secret: bool) -> bool:
+def _bool(value: Any, field: str) -> bool:
     if isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -122,22 +122,22 @@ def _bool(value: Any, field: str, secret: bool) -> bool:
             return False
     if isinstance(value, numbers.Integral) and int(value) in (0, 1):
         return bool(value)
-    raise _refused("This is not a truth value", "true or false", value, field, secret)
+    raise _refused("This is not a truth value", "true or false", value, field)
 
 
-def _int(value: Any, field: str, secret: bool) -> int:
+def _int(value: Any, field: str) -> int:
     if isinstance(value, Unset):
         return value
     number = _number(value)
     if number is None or not math.isfinite(number) or number != int(number):
-        raise _refused("This is not a whole number", "a whole number", value, field, secret)
+        raise _refused("This is not a whole number", "a whole number", value, field)
     return int(number)
 
 
-def _float(value: Any, field: str, secret: bool) -> float:
+def _float(value: Any, field: str) -> float:
     number = _number(value)
     if number is None or not math.isfinite(number):
-        raise _refused("This is not a finite number", "a number, such as 0.001 or 1e-3", value, field, secret)
+        raise _refused("This is not a finite number", "a number, such as 0.001 or 1e-3", value, field)
     return float(number)
 
 
@@ -158,19 +158,17 @@ def _number(value: Any) -> int | float | None:
     return None
 
 
-def _str(value: Any, field: str, secret: bool) -> str:
+def _str(value: Any, field: str) -> str:
     if isinstance(value, Enum) and isinstance(value.value, str):
         return value.value
     if isinstance(value, str):
         return value
     if isinstance(value, Path):
         return str(value)
-    raise _refused(
-        f"This is not text ({type(value).__name__})", 'text; in YAML put it in quotes ("…")', value, field, secret
-    )
+    raise _refused(f"This is not text ({type(value).__name__})", 'text; in YAML put it in quotes ("…")', value, field)
 
 
-def _enum(value: Any, kind: type[Enum], field: str, secret: bool) -> Enum:
+def _enum(value: Any, kind: type[Enum], field: str) -> Enum:
     if isinstance(value, kind):
         return value
     texts = [str(member.value) for member in kind]
@@ -187,15 +185,13 @@ def _enum(value: Any, kind: type[Enum], field: str, secret: bool) -> Enum:
         raise ConfigError(
             "This is not one of the choices.",
             field=field,
-            value=None if secret else value,
+            value=value,
             remedy=suggestion(word.lower(), texts),
         )
-    raise _refused(
-        f"The value has the wrong type ({type(value).__name__})", "one of " + ", ".join(texts), value, field, secret
-    )
+    raise _refused(f"The value has the wrong type ({type(value).__name__})", "one of " + ", ".join(texts), value, field)
 
 
-def _literal(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> Any:
+def _literal(value: Any, options: tuple[Any, ...], field: str) -> Any:
     for option in options:
         if value == option and type(value) is type(option):  # 1 == True
             return option
@@ -205,28 +201,26 @@ def _literal(value: Any, options: tuple[Any, ...], field: str, secret: bool) -> 
     raise ConfigError(
         "This is not one of the choices.",
         field=field,
-        value=None if secret else value,
+        value=value,
         remedy=suggestion(str(value), [str(option) for option in options]),
     )
 
 
-def _sequence(value: Any, kind: type, hint: Any, field: str, secret: bool) -> Any:
+def _sequence(value: Any, kind: type, hint: Any, field: str) -> Any:
     if isinstance(value, str):
         text = value.strip()
-        value = (
-            _json(text, field, secret) if text.startswith("[") else [part.strip() for part in text.split(",") if part]
-        )
+        value = _json(text, field) if text.startswith("[") else [part.strip() for part in text.split(",") if part]
     if not isinstance(value, (list, tuple, set, frozenset)):
-        raise _refused(f"This is not a list ({type(value).__name__})", "a list, such as [a, b]", value, field, secret)
+        raise _refused(f"This is not a list ({type(value).__name__})", "a list, such as [a, b]", value, field)
     inner = typing.get_args(hint)
     element = inner[0] if inner else Any
-    items = [coerce(item, element, field=field, secret=secret) for item in value]
+    items = [coerce(item, element, field=field) for item in value]
     return items if kind in (list, Sequence) else kind(items)
 
 
-def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
+def _dict(value: Any, field: str) -> dict[str, Any]:
     if isinstance(value, str) and value.strip().startswith("{"):
-        value = read_json_mapping(value.strip(), field=field, secret=secret)
+        value = read_json_mapping(value.strip(), field=field)
     if isinstance(value, dict) and type(value) is not dict:
         return value  # a class of its own, which code may hold on to: `args.accelerator_config.split_batches = True`
     if isinstance(value, Mapping):
@@ -234,17 +228,15 @@ def _dict(value: Any, field: str, secret: bool) -> dict[str, Any]:
     convert = getattr(value, "to_dict", None)
     if callable(convert) and not isinstance(value, type):
         return dict(convert())
-    raise _refused(
-        f"This is not a mapping ({type(value).__name__})", 'a mapping, such as {"key": 1}', value, field, secret
-    )
+    raise _refused(f"This is not a mapping ({type(value).__name__})", 'a mapping, such as {"key": 1}', value, field)
 
 
-def read_json_mapping(text: str, *, field: str, secret: bool = False) -> dict[str, Any]:
+def read_json_mapping(text: str, *, field: str) -> dict[str, Any]:
     """Return a mapping written as JSON on a command line, with texts that are numbers or truth values as such.
 
     Raises ConfigError when it is not JSON.
     """
-    found: dict[str, Any] = _json(text, field, secret)
+    found: dict[str, Any] = _json(text, field)
     return {key: _typed(value) for key, value in found.items()}
 
 
@@ -261,14 +253,14 @@ def _typed(value: Any) -> Any:
     return value if number is None else number
 
 
-def _json(text: str, field: str, secret: bool) -> Any:
+def _json(text: str, field: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
         raise ConfigError(
             f"This is not JSON ({error}).",
             field=field,
-            value=None if secret else text,
+            value=text,
             remedy="Use double quotes around names and texts.",
         ) from None
 
@@ -279,9 +271,8 @@ def _name(hint: Any) -> str:
     return getattr(hint, "__name__", str(hint)) if typing.get_origin(hint) is None else str(hint)
 
 
-def _refused(what: str, wanted: str, value: Any, field: str, secret: bool) -> ConfigError:
-    shown = None if secret else ("none" if value is None else value)
-    return ConfigError(f"{what}.", field=field, value=shown, remedy=f"Give {wanted}.")
+def _refused(what: str, wanted: str, value: Any, field: str) -> ConfigError:
+    return ConfigError(f"{what}.", field=field, value="none" if value is None else value, remedy=f"Give {wanted}.")
 
 
 _SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
@@ -308,9 +299,9 @@ def coerce_fields(args: Any) -> None:
         if isinstance(value, str) and value == f"<{name.upper()}>" and (known.secret or may_be_secret_name(name)):
             value = None  # `to_dict` writes this in place of a secret
         if isinstance(value, str) and value.startswith("{") and name in texts:
-            value = read_json_mapping(value, field=name, secret=known.secret)
+            value = read_json_mapping(value, field=name)
         if known.ours:
-            value = coerce(value, hints.get(name, Any), field=name, secret=known.secret)
+            value = coerce(value, hints.get(name, Any), field=name)
             check_bounds(name, value, known)
         elif isinstance(value, str):
             with contextlib.suppress(ConfigError):
@@ -330,8 +321,11 @@ def check_bounds(name: str, value: Any, declared: Declaration) -> None:
                 remedy=f"Give a number {'of ' if words.startswith('at') else ''}{words} {bound}.",
             )
     choices = declared.choices
-    for word in value if isinstance(value, list) else [value]:
-        if choices and isinstance(word, str) and word not in choices:
+    for word in value if isinstance(value, list | tuple | set) else [value]:
+        if choices and type(word) is not bool and isinstance(word, str | int | float) and word not in choices:
             raise ConfigError(
-                "This is not one of the choices.", field=name, value=word, remedy=suggestion(word, choices)
+                "This is not one of the choices.",
+                field=name,
+                value=word,
+                remedy=suggestion(str(word), [str(choice) for choice in choices]),
             )

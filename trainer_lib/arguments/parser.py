@@ -296,16 +296,8 @@ def _parser(name: str, hint: Any, declared: Declaration) -> Callable[[Any], Any]
 
 
 def _checked(name: str, hint: Any, declared: Declaration, value: Any) -> Any:
-    out = coerce(value, hint, field=name, secret=declared.secret)
+    out = coerce(value, hint, field=name)
     check_bounds(name, out, declared)
-    for item in out if isinstance(out, list | tuple | set) else [out]:
-        if declared.choices and item is not None and item not in declared.choices:
-            raise ConfigError(
-                "This is not one of the choices.",
-                field=name,
-                value=item,
-                remedy=suggestion(str(item), [str(choice) for choice in declared.choices]),
-            )
     return out
 
 
