@@ -112,9 +112,7 @@ class GreedyLR:
         best = state_dict["best"]
         state["best"] = float(best) if best is not None else math.inf if self.mode == "min" else -math.inf
         if self._schedule.smooth:
-            values = list(state_dict["window"])
-            # Checkpoints written before trainflow used transformers' class hold no sum.
-            state[_WINDOW] = {"values": values, "sum": state_dict.get("window_sum", sum(values))}
+            state[_WINDOW] = {"values": list(state_dict["window"]), "sum": state_dict["window_sum"]}
         self._schedule.load_state_dict(state)
 
 

@@ -224,17 +224,6 @@ def test_greedy_is_transformers_own_step_by_step_also_after_a_resume(name: str, 
     assert "learning rate" in caplog.text
 
 
-def test_greedy_opens_a_state_of_an_older_checkpoint() -> None:
-    older: dict[str, Any] = {"num_good": 1, "num_bad": 0, "cooldown_left": 0, "warmup_left": 0, "until_reset": 500}
-    older |= {"last_epoch": 2, "window": [3.0, 1.0], "best": 2.0, "base_lrs": [0.1], "_last_lr": [0.4]}
-    optimizer = _optimizer(0.1)
-    schedule = GreedyLR(optimizer, patience=1, factor=0.5, smooth=True, window_size=2)
-    schedule.load_state_dict(older)
-    assert optimizer.param_groups[0]["lr"] == 0.4
-    schedule.step(0.5)  # the mean of 1 and 0.5 beats 2, the second improvement in a row
-    assert optimizer.param_groups[0]["lr"] == 0.8
-
-
 def test_greedy_without_transformers_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers.optimization", None)
     with pytest.raises(MissingExtraError, match="transformers") as caught:
