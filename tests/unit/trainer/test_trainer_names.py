@@ -372,7 +372,7 @@ INHERITED = {
     *("use_stateful_dataloader", "project_dir", "logging_dir", "save_iteration", "parallelism_config"),
     *("sync_gradients", "gradient_accumulation_steps", "split_between_processes"),
     *("on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process"),
-    *("trigger_sync_in_backward", "join_uneven_inputs", "print", "set_trigger", "check_trigger", "init_trackers"),
+    *("trigger_sync_in_backward", "join_uneven_inputs", "print", "set_trigger", "check_trigger"),
     *("save", "free_memory", "clear", "maybe_context_parallel", "profile", "skip_first_batches"),
     *("verify_device_map", "lomo_backward"),
 }
@@ -380,6 +380,7 @@ INHERITED = {
 
 #: What this Trainer has no counterpart of.
 WITHOUT = (
+    *("init_trackers", "get_tracker", "end_training"),
     *("save_state", "load_state", "register_for_checkpointing", "register_save_state_pre_hook"),
     *(
         "register_load_state_pre_hook",

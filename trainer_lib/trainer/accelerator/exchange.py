@@ -1,4 +1,4 @@
-"""Trees of tensors and of objects between ranks, for code that calls the accelerator. Nothing is pickled.
+"""Trees of tensors between ranks, for code that calls the accelerator. Nothing is pickled.
 
 Shapes travel first, as one small message between the hosts that no device waits for. So tensors may differ in their
 first dimension, and a difference that cannot be gathered is the same error on every rank instead of a hang.
@@ -6,7 +6,6 @@ first dimension, and a difference that cannot be gathered is the same error on e
 
 from __future__ import annotations
 
-import base64
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,14 +14,12 @@ import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 
-from trainer_lib.data.loading.items import MAPPINGS
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 
 _MOST_DIMENSIONS = 8
 _DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
 _ROW = 3 + _MOST_DIMENSIONS  # of the table of shapes: whether there are rows, dtype, number of dimensions, dimensions
-_OBJECTS = "Gather tensors, texts, numbers, and lists or mappings of them."
 
 
 def leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
@@ -63,8 +60,6 @@ class Exchange:
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-
-    # -- tensors ------------------------------------------------------------------------------------------------------
 
     def gather(self, tree: Any, *, contributes: bool = True, field: str = "gather") -> Any:
         """Every rank's tensors ``[batch, ...]``, joined along their first dimension in the order of the ranks.
@@ -140,16 +135,6 @@ class Exchange:
         parts = [part[: count * per_row] for part, count in zip(received, counts, strict=True)]
         return torch.cat(parts).view(dtype).reshape(sum(counts), *trailing)
 
-    # -- objects ------------------------------------------------------------------------------------------------------
-
-    def gather_objects(self, tree: Any, *, contributes: bool = True) -> list[Any]:
-        """Every rank's objects: lists and tuples joined, any other object as one entry per rank. Raises ConfigError."""
-        joined: list[Any] = []
-        for packed in self._comm.broadcast_json(self._comm.gather_json([_packed(tree)] if contributes else [])):
-            for part in map(_unpacked, packed):
-                joined.extend(part if isinstance(part, list | tuple) else [part])
-        return joined
-
 
 def _pad_one(leaf: torch.Tensor, rows: Any, dim: int, value: Any, first: bool) -> torch.Tensor:
     if not -leaf.ndim <= dim < leaf.ndim:
@@ -163,42 +148,3 @@ def _pad_one(leaf: torch.Tensor, rows: Any, dim: int, value: Any, first: bool) -
     padded = leaf.new_full(shape, value)
     padded.narrow(dim, longest - own if first else 0, own).copy_(leaf)
     return padded
-
-
-def _packed(tree: Any) -> Any:
-    """A tree of objects as JSON, with the bytes of tensors and arrays as text."""
-    if isinstance(tree, np.generic):
-        tree = tree.item()
-    if tree is None or isinstance(tree, bool | int | float | str):
-        return tree
-    if isinstance(tree, torch.Tensor | np.ndarray):
-        value = torch.from_numpy(np.array(tree)) if isinstance(tree, np.ndarray) else tree.detach().cpu()
-        data = value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-        kind = "array" if isinstance(tree, np.ndarray) else "tensor"
-        return {kind: [str(value.dtype), list(value.shape), base64.b64encode(data).decode()]}
-    if isinstance(tree, MAPPINGS):
-        return {"dict": [[_packed(name), _packed(part)] for name, part in tree.items()]}
-    if isinstance(tree, list | tuple):
-        return {"list" if isinstance(tree, list) else "tuple": [_packed(part) for part in tree]}
-    raise ConfigError(
-        "An object of this type cannot be exchanged between processes.",
-        field="gather_for_metrics",
-        value=type(tree).__name__,
-        remedy=_OBJECTS,
-    )
-
-
-def _unpacked(packed: Any) -> Any:
-    """The tree of `_packed`, with its tensors on the CPU."""
-    if not isinstance(packed, dict):
-        return packed
-    [(kind, value)] = packed.items()
-    if kind == "dict":
-        return {_unpacked(name): _unpacked(part) for name, part in value}
-    if kind in ("list", "tuple"):
-        parts = [_unpacked(part) for part in value]
-        return parts if kind == "list" else tuple(parts)
-    name, shape, text = value
-    data = torch.from_numpy(np.frombuffer(base64.b64decode(text), dtype=np.uint8).copy())
-    tensor = data.view(next(dtype for dtype in _DTYPES if str(dtype) == name)).reshape(shape)
-    return tensor.numpy() if kind == "array" else tensor

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, convert_outputs_to_fp32
+from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, convert_outputs_to_fp32, gather_object
 from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 _CHECKPOINT = "Set control.should_save in a callback, or call trainer.save_model."
 _STATE = "Keep the state in a callback that is an ExportableState: checkpoints hold it."
+_TRACKERS = "Name trackers in report_to, and call log."
 _PARALLEL = "Remove it: processes differ in their share of the data only."
 #: Member of accelerate's -> what to do instead.
 REFUSED: Mapping[str, str] = {
@@ -48,6 +49,7 @@ REFUSED: Mapping[str, str] = {
     "register_for_checkpointing": _STATE,
     "register_save_state_pre_hook": "Override _save_checkpoint, or use a callback's on_save.",
     "register_load_state_pre_hook": "Override _load_from_checkpoint.",
+    **dict.fromkeys(("init_trackers", "get_tracker", "end_training"), _TRACKERS),
     "deepspeed_ulysses_dl_adapter": _PARALLEL,
     "pipeline_parallel_rank": _PARALLEL,
     "context_parallel_rank": _PARALLEL,
@@ -235,7 +237,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
             use_gather_object: send tensors as objects: their shapes may differ, and the result is a list.
 
         Raises:
-            ConfigError: shapes differ between ranks, or an object cannot be sent.
+            ConfigError: shapes differ between ranks.
         """
         if self.num_processes == 1:
             return input_data
@@ -244,7 +246,9 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         # In the last round of a prepared loader, samples are repeated to fill up the batches.
         keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
         if use_gather_object or not has_tensors_only(input_data):
-            return self._exchange.gather_objects(input_data, contributes=contributes)[:keep]
+            objects = input_data if isinstance(input_data, list | tuple) else [input_data]
+            joined: list[Any] = gather_object(list(objects) if contributes else [])
+            return joined[:keep]
         field = "gather_for_metrics"
         scalars = iter([leaf.ndim == 0 for leaf in leaves_of(input_data, field=field)])
         gathered = self._exchange.gather(input_data, contributes=contributes, field=field)
@@ -289,38 +293,10 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
             if is_first:
                 self.wait_for_everyone()
 
-    # -- trackers -----------------------------------------------------------------------------------------------------
-
     @override
     def log(self, values: dict[str, Any], step: int | None = None, log_kwargs: dict[str, Any] | None = None) -> None:
-        """Pass values to the trackers of `init_trackers` or, if that was not called, to those of `report_to`."""
-        if self.trackers:
-            super().log(values, step=step, log_kwargs=log_kwargs)
-        else:
-            self._internals.events.report(values, step)
-
-    @override
-    def get_tracker(self, name: str, unwrap: bool = False) -> Any:
-        """A tracker that `init_trackers` made; on other processes than the main one, one that does nothing.
-
-        Raises:
-            ConfigError: `init_trackers` was not called.
-        """
-        if self.is_main_process and not self.trackers:
-            raise ConfigError(
-                "No tracker was made with init_trackers.",
-                field="get_tracker",
-                value=name,
-                remedy="Call accelerator.log, which reaches the trackers of report_to.",
-            )
-        return super().get_tracker(name, unwrap)
-
-    @override
-    def end_training(self) -> None:
-        """Finish the trackers. The process group stays: it ends with the program."""
-        for tracker in self.trackers:
-            tracker.finish()
-        self._internals.events.close_trackers("FINISHED")
+        """Pass values to the trackers of `report_to`."""
+        self._internals.events.report(values, step)
 
     # -- prepare ------------------------------------------------------------------------------------------------------
 
