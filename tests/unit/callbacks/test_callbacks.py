@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.surface import SURFACE
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.callbacks import base
 from trainer_lib.callbacks.base import EVENTS, CallbackHandler, DefaultFlowCallback, TrainerCallback
 from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
 from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
@@ -43,43 +41,6 @@ def _note(event: str) -> Any:
 
 for _event in EVENTS:
     setattr(Recorder, _event, _note(_event))
-
-
-def test_every_event_reaches_a_callback_with_what_it_may_read() -> None:
-    assert sorted(EVENTS) == SURFACE["TrainerCallback_events"]
-    recorder = Recorder()
-    handler = _handler(recorder)
-    handler.train_dataloader = "loader"
-    control = TrainerControl()
-    named = {"on_predict": "metrics", "on_evaluate": "metrics", "on_log": "logs"}
-    for event in EVENTS:
-        extra = ({"m": 1},) if event in named else ()
-        assert getattr(handler, event)(ARGS, TrainerState(), control, *extra) is control
-        assert event in (base.__doc__ or "")
-    assert [event for event, _ in recorder.seen] == list(EVENTS)
-    common = {"model", "processing_class", "tokenizer", "optimizer", "lr_scheduler"}
-    common |= {"train_dataloader", "eval_dataloader"}
-    for event, kwargs in recorder.seen:
-        assert set(kwargs) - common == ({named[event]} if event in named else set()), event
-        assert common <= set(kwargs)
-    assert recorder.seen[0][1]["train_dataloader"] == "loader"
-
-
-def test_switches_are_cleared_when_their_time_has_come() -> None:
-    handler: Any = _handler(DefaultFlowCallback)
-    state = TrainerState()
-    control = TrainerControl(True, True, True, True, True)
-    handler.on_train_begin(ARGS, state, control)
-    assert not control.should_training_stop
-    handler.on_epoch_begin(ARGS, state, control)
-    assert not control.should_epoch_stop
-    handler.on_step_begin(ARGS, state, control)
-    assert control == TrainerControl()
-    control = TrainerControl(should_save=True, should_evaluate=True, should_log=True)
-    handler.on_log(ARGS, state, control, {})
-    handler.on_evaluate(ARGS, state, control, {})
-    handler.on_save(ARGS, state, control)
-    assert control == TrainerControl()
 
 
 def test_a_callback_may_return_another_control_and_its_errors_are_not_swallowed() -> None:

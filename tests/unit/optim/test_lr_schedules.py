@@ -153,14 +153,6 @@ def test_the_arguments_choose_the_schedule() -> None:
     assert greedy.mode == "min"
 
 
-def test_a_plateau_lowers_the_rate() -> None:
-    optimizer = _optimizer()
-    schedule: Any = get_scheduler("reduce_lr_on_plateau", optimizer, factor=0.5, patience=1)
-    for metric in (1.0, 1.0, 1.0):
-        schedule.step(metric)
-    assert optimizer.param_groups[0]["lr"] == LR / 2
-
-
 # ------------------------------------------------------------------------------------------- greedy
 def _greedy(metrics: list[float], lr: float = 0.1, **settings: Any) -> list[float]:
     optimizer = _optimizer(lr)
@@ -170,11 +162,6 @@ def _greedy(metrics: list[float], lr: float = 0.1, **settings: Any) -> list[floa
         schedule.step(metric)
         rates.append(optimizer.param_groups[0]["lr"])
     return rates
-
-
-def test_greedy_raises_while_it_improves_and_lowers_while_it_does_not() -> None:
-    assert _greedy([5, 4, 3, 2]) == [0.1, 0.2, 0.2, 0.4]
-    assert _greedy([5, 6, 6, 6, 6]) == [0.1, 0.1, 0.05, 0.05, 0.025]
 
 
 def test_greedy_takes_what_is_not_finite_for_no_improvement() -> None:

@@ -217,18 +217,6 @@ def test_groups_hold_trainable_parameters_once() -> None:
     assert len(parameter_groups(nn.Linear(2, 2, bias=False), 0.1, ["weight"])) == 1
 
 
-def test_decay_shrinks_only_what_decays() -> None:
-    model = Tiny()
-    optimizer = build_optimizer(_args(optim="sgd", learning_rate=0.1, weight_decay=0.5), model)
-    before = copy.deepcopy(model.state_dict())
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    optimizer.step()
-    assert torch.allclose(model.hidden.weight, before["hidden.weight"] * 0.95)
-    assert torch.equal(model.hidden.bias, before["hidden.bias"])
-    assert torch.equal(model.ln_1.weight, before["ln_1.weight"])
-
-
 def test_a_model_without_trainable_parameters_is_refused() -> None:
     model = nn.Linear(2, 2).requires_grad_(False)
     with pytest.raises(ConfigError, match="model = Linear"):

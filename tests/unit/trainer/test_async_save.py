@@ -91,15 +91,6 @@ def test_on_save_comes_after_the_commit_with_the_state_of_its_step(
     assert note.saved[0][1] >= 4
 
 
-def test_saving_every_step_leaves_none_out_and_has_one_under_way_at_most(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    gate, note = Gate(monkeypatch, lambda step: None), Committed()
-    trainer(tmp_path, ROWS, callbacks=[note], **{**ASYNC, "save_steps": 1}).train()
-    assert gate.steps == [saved for saved, _ in note.saved] == [1, 2, 3, 4, 5, 6]
-    assert gate.most == 1
-
-
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     order: list[str] = []

@@ -145,20 +145,6 @@ def test_a_checkpoint_with_a_pickle_of_an_overrides_is_ours_committed_or_interru
     assert "head.pt" in _committed(tmp_path / "checkpoint-4")
 
 
-def test_an_override_of_save_is_given_a_folder_and_may_take_nothing_else(tmp_path: Path) -> None:
-    folders: list[Any] = []
-
-    class Oldest(Trainer):
-        def _save(self, output_dir: str) -> None:  # type: ignore[override]
-            folders.append(output_dir)
-            super()._save(output_dir)
-
-    one = trained(tmp_path, ROWS, cls=Oldest, **{**SAVING, "max_steps": 2})
-    one.save_model()
-    assert folders == [str(tmp_path / "checkpoint-2"), str(tmp_path)]
-    assert load_file(tmp_path / "model.safetensors").keys() == load_file(folders[0] + "/model.safetensors").keys()
-
-
 class Linking(Trainer):
     """Adds links to files and folders of the user's in place of copies."""
 

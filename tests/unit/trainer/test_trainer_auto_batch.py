@@ -144,11 +144,6 @@ def test_one_sample_that_does_not_fit_ends_in_the_typed_failure(tmp_path: Path) 
         one.train()
 
 
-def test_without_it_running_out_of_memory_ends_training(tmp_path: Path) -> None:
-    with pytest.raises(torch.OutOfMemoryError):
-        trainer(tmp_path, ROWS, model=hungry(2), max_steps=2).train()
-
-
 def test_batches_of_a_loader_of_ones_own_are_not_ours_to_halve(tmp_path: Path) -> None:
     class Own(Trainer):
         def get_train_dataloader(self) -> Any:
@@ -283,18 +278,6 @@ def test_a_global_batch_alone_is_one_pass_that_is_halved_until_memory_suffices(t
         sizes[name] = model.seen
     assert sizes["alone"] == [24] and sizes["short of memory"][-4:] == [6, 6, 6, 6]
     assert sizes["given"] == sizes["neither"] == sizes["one for all processes"] == [8, 8, 8]
-
-
-def test_a_checkpoint_of_smaller_micro_batches_keeps_them(tmp_path: Path) -> None:
-    """An earlier version took eight samples at a time where only the global batch was given."""
-    given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 13, "per_device_train_batch_size": 8}
-    whole = trained(tmp_path / "a", ROWS, model=hungry(99), **given)
-    older = trainer(tmp_path / "b", ROWS, model=hungry(99), callbacks=[StopAt(2)], **given)
-    assert preempted_at(older) == 2
-    resumed = trainer(tmp_path / "b", ROWS, model=hungry(99), **{**given, "per_device_train_batch_size": Unset(8)})
-    resumed.train(resume_from_checkpoint=True)
-    assert resumed.model.seen == [8, 5, 8, 5]
-    assert_equal(final_state(whole), final_state(resumed))
 
 
 def test_the_batch_that_follows_from_others_changes_with_them() -> None:

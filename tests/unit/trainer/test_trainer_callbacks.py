@@ -56,7 +56,7 @@ def test_all_sixteen_events_fire_where_they_should_with_what_they_should(tmp_pat
         *("on_init_end", "on_train_begin", "on_epoch_begin", *step, *step, "on_log", *evaluation, "on_save"),
         *("on_epoch_end", "on_log", "on_train_end", "on_push_begin", "on_prediction_step", "on_predict"),
     ]
-    assert set(order) == set(EVENTS)
+    assert sorted(set(order)) == sorted(EVENTS) == surface.SURFACE["TrainerCallback_events"]
     usual = {"model", "processing_class", "tokenizer", "optimizer", "lr_scheduler"}
     usual |= {"train_dataloader", "eval_dataloader"}
     more = {"on_log": {"logs"}, "on_evaluate": {"metrics"}, "on_predict": {"metrics"}}

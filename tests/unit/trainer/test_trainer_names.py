@@ -96,13 +96,6 @@ def test_every_collaborator_that_is_replaced_has_one_writer() -> None:
     assert _writers(TABLES, of_trainer=False) == set(INTERNAL_OWNERS.items())
 
 
-def test_a_second_writer_would_be_found() -> None:
-    node = ast.parse(
-        "class Other:\n def do(self, trainer):\n  trainer.state, self.x = 1, 2\n  setattr(trainer, 'y', 1)"
-    )
-    assert set(_writes(node)) == {("trainer", "state"), ("self", "x"), ("trainer", "setattr()")}
-
-
 def test_a_constructed_and_a_training_trainer_have_no_attribute_without_an_owner(tmp_path: Path) -> None:
     class Look(TrainerCallback):
         seen: set[str] = set()  # noqa: RUF012
