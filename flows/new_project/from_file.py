@@ -49,7 +49,6 @@ _BETWEEN = (";", "|", ",")  # several classes in a cell
 _OFTEN = 0.05  # of the cells have one of them
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _RATINGS = 11  # whole numbers that may be an order
-_TITLES = 6  # lines above the names of columns that are passed over, and one
 
 
 @dataclass
@@ -105,9 +104,8 @@ class Guesses(Guess):
         self._ignored: dict[str, str] = {}
         self._lists: set[str] = set()
         self._numbers: dict[str, np.ndarray] = {}
-        self._width = 0  # columns of the first row, without those that folders name
         self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": []}
-        self._table = self._read_below_titles(address)
+        self._table = self._read(address)
         self._label = self._find_label(label)
         self.recipe = self._find_recipe()
         for name in [name for name in self._table.columns if name != self._label]:
@@ -128,41 +126,12 @@ class Guesses(Guess):
         """Whether a row has any number of classes."""
         return "target" in self.options
 
-    def _read_below_titles(self, address: str) -> Table:
-        """The table, whose names may stand below a few lines of titles."""
-        first: DataError | None = None
-        for skipped in range(_TITLES):
-            try:
-                table = self._read(address, Reading(skip_lines=skipped))
-            except DataError as error:
-                if "skip_lines" not in str(error):
-                    raise
-                first = first or error
-                continue
-            if skipped:
-                self._kinds["read"]["skip_lines"] = skipped
-            return self._read_again(address, table)
-        raise first or DataError("The file has no names of columns.", field="--from", value=address)
-
-    def _read_again(self, address: str, table: Table) -> Table:
-        """The table with the columns that its folders name, and names where its first line is a row."""
-        read = self._kinds["read"]
-        if any(".partitions=true" in note for note in table.notes):
-            read["partitions"] = True
-        if any("looks like a row" in note for note in table.notes):
-            read["columns"] = [f"column_{number}" for number in range(1, 1 + self._width)]
-        if not {"partitions", "columns"} & read.keys():
-            return table
-        self.comments = ["The first line is a row: name the columns in read.columns."] if "columns" in read else []
-        return self._read(address, Reading(**read))
-
-    def _read(self, address: str, reading: Reading) -> Table:
+    def _read(self, address: str) -> Table:
         table, bad = Table([], {}), list[DataError]()
         with naming_sources("--from"):
-            for place, row in islice(read_rows(find_row_files([address]), table.notes, reading, bad), _ROWS):
+            for place, row in islice(read_rows(find_row_files([address]), table.notes, Reading(), bad), _ROWS):
                 if not isinstance(row, Mapping):
                     raise DataError("The rows have no columns.", field="--from", value=address)
-                self._width = self._width or len(row)
                 for name in [name for name in row if name not in table.columns]:
                     table.columns[name] = [None] * len(table.places)
                 for name, values in table.columns.items():
@@ -189,7 +158,7 @@ class Guesses(Guess):
             return None
 
     def _find_label(self, label: str | None) -> str:
-        names = [name for name in list(self._table.columns)[: self._width] if not is_index(name)]
+        names = [name for name in self._table.columns if not is_index(name)]
         if label is not None:
             self.options["label"] = label, ""
             return self._table.require(label, field="--label")

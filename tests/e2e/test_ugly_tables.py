@@ -203,7 +203,11 @@ CASES: dict[str, Ugly] = {
         new={"text": "x", "seen": 1},
     ),
     "packed partitions": Ugly(
-        _partitions, "accuracy_over_majority", words=("partitions: true",), new={"amount": 3, "kind": "a", "year": 2022}
+        _partitions,
+        "accuracy_over_majority",
+        words=("name columns that are not read (prepare.options.read.partitions=true)",),
+        settings=("prepare.options.read={partitions: true}",),
+        new={"amount": 3, "kind": "a", "year": 2022},
     ),
     "digits and commas": Ugly(
         _file("houses.csv", "id;postcode;area;price", _price),

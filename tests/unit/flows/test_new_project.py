@@ -187,12 +187,8 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
          "tabular-classification", "thousands"),
         ("d,label\n" + "".join(f"0{row % 9 + 1}/0{row % 7 + 1}/2024,{row % 2}\n" for row in range(50)), None,
          "tabular-classification", "can be read in 2 ways"),
-        ("Report;;\n;;\na;n;label\n" + "".join(f"{row % 3};x;{row % 2}\n" for row in range(50)), None,
-         "tabular-classification", "skip_lines: 2"),
         ('size,asked,price\n' + "".join(f'"{row},000",{row * 7}.5 €,{row * 7}.5\n' for row in range(1, 50)), None,
          "tabular-regression", "LEAK? asked alone predicts 100% of the label"),
-        ("".join(f"{row},{row / 2},{'ab'[row % 2]}\n" for row in range(50)), None, "tabular-classification",
-         "read: {columns: [column_1, column_2, column_3]}"),
         ("y,no\n" + "".join(f"{row % 2},{row}\n" for row in range(50)), "no", "tabular-regression", 'label: "no"'),
     ],
 )  # fmt: skip
