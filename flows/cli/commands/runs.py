@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.text import Text
 
-from trainer_lib.base.durations import UNITS, describe_seconds
+from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.foreign_text import to_cell
 from trainer_lib.base.suggestions import number_words, suggestion
 from trainer_lib.errors import ConfigError
@@ -24,6 +24,7 @@ from trainflow.flows.cli.options import Answer, BareForm, Form, command
 from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.cli.run_choice import PlaceWords, Run
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
+from trainflow.flows.server.schedule import read_interval
 
 if TYPE_CHECKING:
     from trainflow.flows.runs.run_details import RunComparison, RunDetails, StageDetails
@@ -39,7 +40,6 @@ _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq,
 }
 _CONDITION = re.compile(r"\s*([^<>=!\s]+)\s*(>=|<=|==|!=|>|<|=)\s*(\S+)\s*")
-_AGE = re.compile(r"(\d+(?:\.\d+)?)(s|m|h|d|w)")
 _FIELDS = ("started", "name", "state", "seconds")
 
 
@@ -73,26 +73,6 @@ def parse_filter(text: str) -> Filter:
         field="--metric",
         value=text,
         remedy='Write for example --metric "test_accuracy>=0.9"; <, <=, >, >=, == and != are known.',
-    )
-
-
-def parse_age(text: str, *, field: str) -> timedelta:
-    """The time that a text like ``12h`` or ``7d`` states.
-
-    Raises:
-        ConfigError: it states none.
-    """
-    match = _AGE.fullmatch(text.strip())
-    try:
-        if match is not None:
-            return timedelta(seconds=float(match[1]) * UNITS[match[2]])
-    except OverflowError:
-        pass
-    raise ConfigError(
-        "A time is a number and a unit: s, m, h, d or w.",
-        field=field,
-        value=text,
-        remedy="Write for example 12h or 7d.",
     )
 
 
@@ -161,7 +141,8 @@ def runs(
     """List the runs of a storage: id, name, state, time, metrics. Reads their records only."""
     _require_states(state or [])
     filters = [parse_filter(text) for text in metric or []]
-    oldest = None if since is None else datetime.now(UTC) - parse_age(since, field="--since")
+    age_s = read_interval(since, option="--since")
+    oldest = None if age_s is None else datetime.now(UTC) - timedelta(seconds=age_s)
     chosen = place.choose("runs")
     from trainflow.flows.runs.run_status import look
 
