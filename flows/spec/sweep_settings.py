@@ -139,10 +139,6 @@ class SweepSettings(Settings):
         default="processes",
         description="processes: slots alone; prefect: they are also a flow of Prefect with a task for each trial.",
     )
-    limits: Annotated[list[str], BeforeValidator(_as_list)] = Field(
-        default_factory=list,
-        description="Global concurrency limits of Prefect that a trial takes a slot of; needs the runner prefect.",
-    )
     seed: int = Field(default=0, ge=0, le=2**31 - 1, description="Decides what tpe and random propose.")
 
     @model_validator(mode="after")
@@ -157,8 +153,6 @@ class SweepSettings(Settings):
                 "Trials of several objectives cannot be ended early: none of them is better in everything.",
                 "Remove sweep.pruner, or keep one objective.",
             )
-        if self.limits and self.runner != "prefect":
-            raise _problem("Limits of Prefect hold for trials that are its tasks.", "Set sweep.runner to prefect.")
         if self.sampler != "grid" and self.trials is None:
             raise _problem("The sweep would never end.", "Set sweep.trials.")
         if self.sampler == "grid":

@@ -253,7 +253,7 @@ class _Sweep:
             return
         from trainflow.flows.sweeps.trial_tasks import run_as_flow
 
-        run_as_flow(self._spec, self._settings, self._listener, self._keep_slots, debug=self._debug)
+        run_as_flow(self._spec, self._settings, self._keep_slots, debug=self._debug)
 
     def _keep_slots(self, trials: UnseenTrials) -> str:
         """Keep slots at work until every trial has ended, one of them reports a failure, or we are interrupted.
@@ -329,7 +329,6 @@ class _Sweep:
             "token": None if self._run is None else self._run.handle.token,
             "debug": self._debug,
             "slots": self._slots,
-            "waits": self._settings.runner != "processes",
         }
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
@@ -344,7 +343,7 @@ class _Sweep:
     def _open_run(self) -> None:
         """The parent of the trials' runs; a repeated command goes on with the same one."""
         settings, name = self._settings, f"{self._spec.name}-{self._settings.name}"
-        chosen = settings.model_dump(mode="json", exclude={"name", "parallel", "runner", "limits"}, exclude_none=True)
+        chosen = settings.model_dump(mode="json", exclude={"name", "parallel", "runner"}, exclude_none=True)
         chosen["space"] = {key: json.dumps(values) for key, values in chosen["space"].items()}
         self._run = tracking.open_run(
             self._spec.tracking,

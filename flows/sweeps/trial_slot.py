@@ -68,16 +68,14 @@ class Slot:
 
     Args:
         orders: what the owner has written to stdin.
-        may_begin: released by the owner once for a trial, if the orders say that the slot waits for it.
     """
 
-    def __init__(self, orders: Mapping[str, Any], may_begin: threading.Semaphore | None = None) -> None:
+    def __init__(self, orders: Mapping[str, Any]) -> None:
         self._spec = parse_spec(orders["spec"])
         self._settings = sweep_of(self._spec)
         self._metric = pruning_metric(self._spec)
         self._token = orders.get("token")
         self._debug = bool(orders.get("debug"))
-        self._may_begin = may_begin if orders.get("waits") else None
         self._parent: str | None = None
         self._has_waited = False
         self._out = threading.Lock()
@@ -97,8 +95,6 @@ class Slot:
 
     def _run(self, claim: Claim) -> None:
         self.emit({"event": "began", "trial": claim.number, "values": claim.values, "resumed": claim.is_resumed})
-        if self._may_begin is not None:
-            self._may_begin.acquire()
         began = time.monotonic()
         tags = {SWEEP: self._settings.name, TRIAL: str(claim.number), OBJECTIVE: " ".join(self._settings.objective)}
         tags |= self._parent_tag()
@@ -241,14 +237,13 @@ def main() -> int:
     orders = parse_json(_read_line())
     os.environ[SHARED_BY] = str(orders["slots"])  # without it, the trials would compete for the same cores
     quiet_environment()
-    may_begin = threading.Semaphore(0)
-    threading.Thread(target=_end_with_owner, args=(may_begin,), daemon=True).start()
+    threading.Thread(target=_end_with_owner, daemon=True).start()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     slot: Slot | None = None
     try:
         with prefect_api(meanwhile=lambda: importlib.import_module("trainflow.flows.pipeline")):
-            slot = Slot(orders, may_begin)
+            slot = Slot(orders)
             slot.work()
     except (KeyboardInterrupt, Interrupted, Preempted):
         return Interrupted.exit_code
@@ -270,11 +265,11 @@ def _read_line() -> bytes:
         return stdin.readline()
 
 
-def _end_with_owner(may_begin: threading.Semaphore) -> None:
-    """End this process with its owner; every byte before that lets a trial begin."""
+def _end_with_owner() -> None:
+    """End this process with its owner."""
     # Not by `sys.stdin`, whose lock a thread must not hold when the interpreter ends.
-    while data := os.read(0, 1024):
-        may_begin.release(len(data))
+    while os.read(0, 1024):
+        pass
     os._exit(Interrupted.exit_code)
 
 

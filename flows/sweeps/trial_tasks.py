@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import ConfigError, first_line
+from trainer_lib.errors import first_line
 from trainflow.flows.records.prefect_runs import SWEEP_FLOW, created_by_this_process, own_flow_run
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.spec.spec import PipelineSpec
@@ -79,13 +79,6 @@ class SlotProcess:
         """Whether it runs."""
         return self.process.poll() is None
 
-    def let_begin(self) -> None:
-        """Have a slot that waits with its trial begin it."""
-        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
-        with contextlib.suppress(OSError, ValueError):  # it has ended
-            self.process.stdin.write(b".")
-            self.process.stdin.flush()
-
     def stop(self) -> None:
         """Ask it to save the running trial, and to end."""
         if self.is_alive:
@@ -120,19 +113,12 @@ class UnseenTrials:
         """A slot has ended, and with it the trial that it was at work on, if any."""
 
 
-_LOOK_S = 2.0
-"""Seconds that a task waits for room in its limits before it looks whether the sweep has ended."""
-_LEASE_S = 60.0
-"""Seconds after which Prefect frees what a killed command held of a limit."""
 _log = logging.getLogger(__name__)
-
-Listener = Callable[[Mapping[str, Any]], object]
 
 
 def run_as_flow(
     spec: PipelineSpec,
     settings: SweepSettings,
-    listener: Listener,
     work: Callable[[UnseenTrials], str],
     *,
     debug: bool,
@@ -144,7 +130,7 @@ def run_as_flow(
         debug: show Prefect's log here, too.
 
     Raises:
-        ConfigError: Prefect knows no such limit. KeyboardInterrupt: as the work was interrupted.
+        KeyboardInterrupt: as the work was interrupted.
     """
     import httpx
 
@@ -152,8 +138,7 @@ def run_as_flow(
         from prefect import Flow
         from prefect.task_runners import ThreadPoolTaskRunner
 
-        _require_limits(settings.limits)
-        body = _Body(work, TrialTasks(settings, listener))
+        body = _Body(work, TrialTasks(settings))
         runner: Any = ThreadPoolTaskRunner(max_workers=settings.parallel)
         flow = Flow(
             body.run,
@@ -222,45 +207,12 @@ def _shown_on_console(wanted: bool) -> Iterator[None]:
             root.addHandler(handler)
 
 
-def _require_limits(names: list[str]) -> None:
-    from prefect.client.orchestration import get_client
-    from prefect.exceptions import ObjectNotFound
-
-    with get_client(sync_client=True) as client:
-        for name in names:
-            try:
-                client.read_global_concurrency_limit_by_name(name)
-            except ObjectNotFound:
-                raise ConfigError(
-                    "Prefect has no global concurrency limit of this name.",
-                    field="sweep.limits",
-                    value=name,
-                    remedy=f"Create it: prefect gcl create {name} --limit 2; or on the page Concurrency of Prefect.",
-                ) from None
-
-
-class _Trial:
-    """A trial that a slot has claimed, and the state in which its task will end."""
-
-    def __init__(self, slot: SlotProcess, number: int) -> None:
-        self.slot = slot
-        self.number = number
-        self.end: Future[State[Any]] = Future()
-        self._has_begun = threading.Lock()
-
-    def let_begin(self) -> None:
-        """Have the slot begin it, once."""
-        if self._has_begun.acquire(blocking=False):
-            self.slot.let_begin()
-
-
 class TrialTasks(UnseenTrials):
-    """Shows trials as tasks, and lets them begin when there is room in all limits."""
+    """Shows trials as tasks."""
 
-    def __init__(self, settings: SweepSettings, listener: Listener) -> None:
+    def __init__(self, settings: SweepSettings) -> None:
         self._settings = settings
-        self._listener = listener
-        self._open: dict[int, _Trial] = {}
+        self._open: dict[int, Future[State[Any]]] = {}
         self._tasks: list[Any] = []
 
     @override
@@ -268,21 +220,17 @@ class TrialTasks(UnseenTrials):
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
 
-        trial = _Trial(slot, int(event["trial"]))
+        end: Future[State[Any]] = Future()
         values = ", ".join(f"{name} = {value}" for name, value in event["values"].items())
 
         def follow() -> State[Any]:
             _log_of_run().info("%s", values)
-            self._let_begin(trial)
-            return trial.end.result()
+            return end.result()
 
-        task = Task(
-            follow, name="trial", task_run_name=f"trial-{trial.number}", persist_result=False, cache_policy=NO_CACHE
-        )
-        self._open[slot.number] = trial
-        future = task.submit()
-        future.add_done_callback(lambda _: trial.let_begin())  # also where Prefect failed
-        self._tasks.append(future)
+        name = f"trial-{event['trial']}"
+        task = Task(follow, name="trial", task_run_name=name, persist_result=False, cache_policy=NO_CACHE)
+        self._open[slot.number] = end
+        self._tasks.append(task.submit())
 
     @override
     def end(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
@@ -290,62 +238,30 @@ class TrialTasks(UnseenTrials):
 
         reason = str(event.get("reason") or "")
         if event["state"] == "complete":
-            self._finish(slot, Completed(message=reached_text(self._settings.objective, event["objective"])))
+            self._finish(slot.number, Completed(message=reached_text(self._settings.objective, event["objective"])))
         elif event["state"] == "pruned":
-            self._finish(slot, Completed(name="Pruned", message=reason))
+            self._finish(slot.number, Completed(name="Pruned", message=reason))
         else:
-            self._finish(slot, Failed(message=reason))
+            self._finish(slot.number, Failed(message=reason))
 
     @override
     def lose(self, slot: SlotProcess, why: str) -> None:
         from prefect.states import Crashed
 
-        self._finish(slot, Crashed(message=why))
+        self._finish(slot.number, Crashed(message=why))
 
     def stop(self) -> None:
-        """End the tasks of what is still at work, and wait until Prefect knows the ends of all."""
+        """End the tasks of what is still running, and wait until Prefect knows the ends of all."""
         from prefect.states import Cancelled
 
-        for trial in list(self._open.values()):
-            self._finish(trial.slot, Cancelled(message="The sweep was stopped. The same command resumes it."))
+        for number in list(self._open):
+            self._finish(number, Cancelled(message="The sweep was stopped. The same command resumes it."))
         while self._tasks:
             self._tasks.pop().wait()
 
-    def _finish(self, slot: SlotProcess, state: State[Any]) -> None:
-        trial = self._open.pop(slot.number, None)
-        if trial is not None:
-            trial.end.set_result(state)
-
-    def _let_begin(self, trial: _Trial) -> None:
-        """Let the trial begin when there is room in its limits, which it keeps until its end."""
-        with contextlib.ExitStack() as held:
-            is_told = False
-            while not trial.end.done():
-                if self._takes_room(held):
-                    trial.let_begin()
-                    trial.end.exception()  # waits
-                elif not is_told:
-                    is_told = True
-                    self._listener({"event": "waiting", "trial": trial.number, "for": ", ".join(self._settings.limits)})
-
-    def _takes_room(self, held: contextlib.ExitStack) -> bool:
-        from prefect.concurrency.sync import concurrency
-
-        if self._settings.limits:
-            try:
-                held.enter_context(
-                    concurrency(
-                        self._settings.limits,
-                        timeout_seconds=_LOOK_S,
-                        lease_duration=_LEASE_S,
-                        raise_on_lease_renewal_failure=False,
-                    )
-                )
-            except TimeoutError:
-                return False
-            except Exception as error:  # a server that is away holds no training back
-                _log.warning("A trial begins without its limits: %s", first_line(error))
-        return True
+    def _finish(self, slot: int, state: State[Any]) -> None:
+        if (end := self._open.pop(slot, None)) is not None:
+            end.set_result(state)
 
 
 def _log_of_run() -> Any:

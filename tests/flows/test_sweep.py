@@ -11,7 +11,6 @@ import psutil
 import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
-from prefect.client.schemas.actions import GlobalConcurrencyLimitCreate
 from prefect.client.schemas.filters import FlowRunFilter
 
 import trainflow
@@ -188,28 +187,10 @@ WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "swee
 
 
 @pytest.mark.timeout(300)
-def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
-    tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    with get_client(sync_client=True) as client:
-        client.create_global_concurrency_limit(GlobalConcurrencyLimitCreate(name="one-training", limit=1))
-    events: list[Any] = []
-    words = (*WORDS, *IN_PROCESS, "sweep.limits=one-training")
-    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), words)
-    result = run_sweep(spec, listener=events.append)
+def test_each_trial_is_a_task(tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, *IN_PROCESS))
+    result = run_sweep(spec)
     result.raise_for_error()
-
-    at_work: list[int] = []
-    for event in events:
-        if event["event"] == "progress" and event["trial"] not in at_work:
-            assert not at_work, "two trials shared a limit of one"
-            at_work.append(event["trial"])
-        elif event["event"] == "ended" and event["trial"] in at_work:
-            at_work.remove(event["trial"])
-    assert {"event": "waiting", "for": "one-training"}.items() <= next(
-        event for event in events if event["event"] == "waiting"
-    ).items()
-
     with get_client(sync_client=True) as client:
         named = FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
         [run] = client.read_flow_runs(flow_run_filter=named)
@@ -227,10 +208,3 @@ def test_each_trial_is_a_task_and_takes_its_turn_in_a_limit(
             assert (state.name, state.message) == ("Completed", f"test_error {trial.objective[0]:.4g}")
     assert [trial.state for trial in result.trials].count("failed") == 1
     assert "Task run" not in capfd.readouterr().err, "Prefect's log is for its page"
-
-
-def test_a_limit_that_prefect_does_not_know_is_refused(tmp_path: Path, prefect_server: str) -> None:
-    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, "sweep.limits=gpus"))
-    with pytest.raises(ConfigError, match=r"(?s)no global concurrency limit.*prefect gcl create gpus"):
-        run_sweep(spec)
-    assert not (tmp_path / "store" / "stages").exists()

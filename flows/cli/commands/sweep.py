@@ -94,8 +94,6 @@ class SweepDisplay:
             self._at_work[number] = "goes on" if event.get("resumed") else "begins"
             if event.get("resumed") and not self._quiet:
                 self._out.print(Text(f"trial {number:<4} goes on: {values_text(event['values'])}", "dim"))
-        elif kind == "waiting":
-            self._at_work[number] = f"waits for {event['for']}"
         elif kind == "progress" and event.get("max_steps"):
             self._at_work[number] = f"step {event['step']}/{event['max_steps']}"
         elif kind == "ended":

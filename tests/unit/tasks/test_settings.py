@@ -137,7 +137,6 @@ def space(values: Any) -> dict[str, Any]:
         ({"pruner": "asha", "objective": ["a", "b"], "direction": ["minimize"] * 2}, "several objectives"),
         ({"parallel": 0}, "at least 1"),
         ({"runner": "dask"}, "prefect"),
-        ({"limits": "gpus"}, "Set sweep.runner to prefect"),
     ],
 )
 def test_a_sweep_that_cannot_work_is_refused(changed: dict[str, Any], expected: str) -> None:
