@@ -2,7 +2,7 @@
 
 The second run has a storage of its own; MLflow, the registry and hubs are left alone. On a CPU the weights and the
 predictions must have the same bytes. A device that adds up in another order at every run gives other bytes; there the
-numbers are compared, with a tolerance that the outcome states.
+metrics are compared, with a tolerance that the outcome states.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainer_lib.errors import ConfigError, NotReproducibleError
-from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.protocol.requests import FileDifference, FilePair, MeasureRequest
 from trainer_lib.storage import FileEntry, Store
 from trainflow.flows.lineage.lineage_chain import Chain
 from trainflow.flows.planning.plan import Plan
@@ -31,30 +29,15 @@ from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up_under
 
 TOLERANCE = 1e-3
-"""The largest relative difference of numbers from a device that is not a CPU, unless another is given."""
+"""The largest relative difference of metrics from a device that is not a CPU, unless another is given."""
 _COMPARED = {"train": "model/", "predict": "predictions/"}
 """Stage -> where its files lie that are compared."""
 _FILES = (".safetensors", ".parquet")
 _CPU = "CPU"
 _MARK = "reproduces"  # a file of the second run's storage: the id of the first run
 
-Verdict = Literal["same bytes", "same numbers", "different"]
+Verdict = Literal["same bytes", "same metrics", "different"]
 RunPipeline = Callable[..., PipelineResult]
-
-
-@dataclass(frozen=True)
-class Question:
-    """Settings of a reproduction.
-
-    Attributes:
-        to: storage of the second run, empty.
-        tolerance: compare numbers with this relative difference; None: bytes on a CPU, `TOLERANCE` elsewhere.
-        other_data: go on although the data is not that of the run.
-    """
-
-    to: str
-    tolerance: float | None = None
-    other_data: bool = False
 
 
 @dataclass
@@ -66,7 +49,6 @@ class Outcome:
         settings: sentences about what else the keys of the stages have otherwise.
         compared: files with the digests of both runs.
         metrics: name -> number then and number now, of those that differ.
-        largest: the largest relative difference of a number; None: bytes alone were compared.
         differences: sentences about what differs.
     """
 
@@ -79,7 +61,6 @@ class Outcome:
     settings: list[str] = field(default_factory=list)
     compared: list[dict[str, Any]] = field(default_factory=list)
     metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    largest: float | None = None
     differences: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,7 +76,7 @@ class Outcome:
             f"The second run differs from the recorded one: {self.differences[0]}.{more}",
             field=self.run,
             value=self.to,
-            remedy="Use the versions and the kind of processor of the run; --tolerance compares numbers instead.",
+            remedy="Use the versions and the kind of processor of the run; --tolerance compares metrics instead.",
         )
 
 
@@ -104,13 +85,15 @@ class Reproduction:
 
     Args:
         chain: leads to the run.
+        to: storage of the second run, empty.
+        tolerance: compare metrics with this relative difference; None: bytes on a CPU, `TOLERANCE` elsewhere.
         say: called with a line at every step.
 
     Raises:
         ConfigError: the run cannot be repeated from here.
     """
 
-    def __init__(self, chain: Chain, question: Question, say: Callable[[str], object]) -> None:
+    def __init__(self, chain: Chain, to: str, tolerance: float | None, say: Callable[[str], object]) -> None:
         if chain.run is None or chain.storage is None:
             raise ConfigError(
                 "The run is not known here: its spec and its recipe are on its storage.",
@@ -119,14 +102,13 @@ class Reproduction:
                 remedy="Name the storage: --storage URL.",
             )
         self.run: PastRun = chain.run
-        self._chain, self._question, self._say = chain, question, say
+        self._chain, self._given, self._say = chain, tolerance, say
         self._storage = chain.storage.url
         self._check_run()
-        self.to = question.to
-        self.outcome = Outcome(run=self.run.id, to=self.to)
+        self.outcome = Outcome(run=self.run.id, to=to)
         spec = read_kept_spec(self._storage, self.run, say)
         self._check_sources(spec)
-        self.spec = _quiet(mixed_alike(spec, chain.lineage.arguments.get("mixture", ())), self.to)
+        self.spec = _quiet(mixed_alike(spec, chain.lineage.arguments.get("mixture", ())), to)
         self.spec.check()
         self._say_versions()
 
@@ -178,15 +160,13 @@ class Reproduction:
         now = fingerprints(sources, root=spec.root)
         changed = [source["source"] for source, old in zip(now, recorded, strict=False) if source["digest"] != old]
         if changed:
-            self._refuse_data(f"the source {changed[0]} is not the one that the run's data was made from")
+            raise _other_data(f"the source {changed[0]} is not the one that the run's data was made from")
 
     def _say_versions(self) -> None:
         then, now = self._chain.lineage.versions, describe_environment()
         for name, version in then.items():
             current = now.get(name, "not installed")
-            # Older runs recorded less: the first two numbers of Python's version, and what changes numerics.
-            is_same = current == version or (name == "python" and current.startswith(f"{version}."))
-            if name != "trainer_lib" and not is_same:
+            if name != "trainer_lib" and current != version:
                 self.outcome.versions[name] = (version, current)
                 self._say(f"{name}: {version} in the run, {current} here")
         plan = Plan.of(self.spec)
@@ -203,17 +183,7 @@ class Reproduction:
         link = self._chain.lineage.stage("prepare-data")
         if link is not None and now["prepare-data"].content_digest != link.content_digest:
             then, found = str(link.content_digest)[:12], now["prepare-data"].content_digest[:12]
-            self._refuse_data(f"the prepared data has the digest {found}…, that of the run {then}…")
-
-    def _refuse_data(self, what: str) -> None:
-        self.outcome.settings.append(what)
-        self._say(f"other data: {what}")
-        if not self._question.other_data:
-            raise NotReproducibleError(
-                f"The data differs: {what}.",
-                field="data",
-                remedy="Restore the data, or compare all the same: --other-data.",
-            )
+            raise _other_data(f"the prepared data has the digest {found}…, that of the run {then}…")
 
     def _compare(self, now: Mapping[str, StageManifest]) -> None:
         then = {stage: self._recorded(stage) for stage in self.run.stages if stage in now}
@@ -225,7 +195,7 @@ class Reproduction:
         self.outcome.tolerance = self._tolerance(then, now)
         if not unequal and not self.outcome.metrics:
             return
-        self._judge(unequal)
+        self._judge(unequal, has_metrics="evaluate" in then)
 
     def _recorded(self, stage: str) -> StageManifest:
         manifest, damage = look_up_under(self._storage, stage, self.run.stages[stage])
@@ -242,42 +212,25 @@ class Reproduction:
         facts = [side["train"].facts for side in (then, now)]
         devices = [training.device or _CPU for training in facts if isinstance(training, TrainFacts)]
         self.outcome.device = " and ".join(dict.fromkeys(devices))
-        if self._question.tolerance is not None:
-            return self._question.tolerance
+        if self._given is not None:
+            return self._given
         return None if all(device == _CPU for device in devices) else TOLERANCE
 
-    def _judge(self, unequal: list[dict[str, Any]]) -> None:
-        outcome = self.outcome
-        measured = self._measure([file for file in unequal if file["then"] and file["now"]])
-        outcome.largest = max((difference.largest for difference in measured.values()), default=0.0)
-        tolerance = outcome.tolerance
+    def _judge(self, unequal: list[dict[str, Any]], *, has_metrics: bool) -> None:
+        outcome, tolerance = self.outcome, self.outcome.tolerance
         for file in unequal:
-            found = measured.get(file["path"])
-            if found is None:
+            if not (file["then"] and file["now"]):
                 outcome.differences.append(f"{file['path']} is in one of them only")
-            elif found.problem:
-                outcome.differences.append(f"{file['path']}: {found.problem}")
-            elif tolerance is None or found.largest > tolerance:
-                count = f"{found.different:,} of {found.values:,} numbers"
-                outcome.differences.append(f"{file['path']}: {count} differ, by up to {found.largest:.2g} relatively")
+            elif tolerance is None or not has_metrics:
+                outcome.differences.append(f"{file['path']} has other bytes")
         for name, (old, new) in outcome.metrics.items():
             if tolerance is None or not math.isclose(old, new, rel_tol=tolerance):
                 outcome.differences.append(f"{name}: {old:.6g} in the run, {new:.6g} here")
-        outcome.verdict = "different" if outcome.differences else "same numbers"
+        outcome.verdict = "different" if outcome.differences else "same metrics"
 
-    def _measure(self, files: list[dict[str, Any]]) -> dict[str, FileDifference]:
-        if not files:
-            return {}
-        self._say("bytes differ; measuring how far the numbers are apart")
-        pairs = tuple(FilePair(file["folders"][0], file["folders"][1], file["path"]) for file in files)
-        result = launch(
-            MeasureRequest(output=self.to, files=pairs),
-            LaunchConfig(kind="process", processes=1),
-            env={},
-            on_line=lambda line: None,
-            on_event=lambda event: None,
-        )
-        return {difference.path: difference for difference in result.files}
+
+def _other_data(what: str) -> NotReproducibleError:
+    return NotReproducibleError(f"The data differs: {what}.", field="data", remedy="Restore the data.")
 
 
 @contextlib.contextmanager

@@ -146,7 +146,7 @@ class _Proof:
         if resumed.resumed_from is None and not self._question.kill:
             raise InfrastructureError("The stopped training left no checkpoint to resume from.", field="resumed")
         self._say("comparing")
-        found = self._compare("whole", "resumed")
+        found = self._compare()
         differences = [*found.differences, *_exports(whole, resumed)]
         record = {
             "verdict": "different" if differences else "equal",
@@ -157,15 +157,8 @@ class _Proof:
             "compared": found.compared,
             "first_difference": differences[0] if differences else None,
             "differences": differences,
-            "repeatable": self._repeatable() if differences else True,
         }
         return seal_record({**record, **self._subject()})
-
-    def _repeatable(self) -> bool:
-        """Whether two uninterrupted trainings are equal; if they differ, resuming is not the cause."""
-        self._say("they differ; training a third time, to see whether the training itself is repeatable")
-        self._train("again")
-        return not self._compare("whole", "again").differences
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -209,10 +202,10 @@ class _Proof:
         else:
             raise InfrastructureError(f"The training could not be stopped after step {at}.", field="--at", value=at)
 
-    def _compare(self, one: str, other: str) -> CompareResult:
+    def _compare(self) -> CompareResult:
         from trainflow.tasks.stage.worker import common_fields
 
-        whole, resumed = (Store.open(self._place).child(name, "checkpoints").url for name in (one, other))
+        whole, resumed = (Store.open(self._place).child(name, "checkpoints").url for name in ("whole", "resumed"))
         attempt = self._attempt("comparison")
         common = common_fields(self._spec.train, self._context, attempt)
         return self._launched(
@@ -324,20 +317,12 @@ def seal_holds(verdict: Mapping[str, Any]) -> bool:
 
 
 def write_record(verdict: Mapping[str, Any], path: Path) -> None:
-    """Write a record to a file.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write a record to a file. Raises ConfigError."""
     try:
         path.write_text(json.dumps(verdict, indent=1) + "\n", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(
-            f"The file cannot be written: {error.strerror}.",
-            field="--output",
-            value=str(path),
-            remedy="Name another file.",
-        ) from error
+        what = f"The file cannot be written: {error.strerror}."
+        raise ConfigError(what, field="--output", value=str(path), remedy="Name another file.") from error
 
 
 def describe_record(verdict: Mapping[str, Any]) -> list[Text]:
@@ -365,10 +350,8 @@ def find_failure(verdict: Mapping[str, Any]) -> NotReproducibleError | None:
         f"one ({_describe_stop(verdict)}).",
         field=verdict["spec"],
         remedy="Look for state that no checkpoint holds: in callbacks (ExportableState), the data (state_dict), "
-        "globals."
-        if verdict["repeatable"]
-        else "Two uninterrupted runs differ as well: set train.args.full_determinism=true, and look for time, threads "
-        "or unseeded generators in the recipe.",
+        "globals; or for what differs in every run: time, threads, unseeded generators "
+        "(train.args.full_determinism=true).",
         details=json.dumps(verdict["differences"], indent=1),
     )
 

@@ -33,9 +33,7 @@ from trainer_lib.protocol.requests import (
     EvaluateCheckpointRequest,
     EvaluateRequest,
     ExportRequest,
-    FilePair,
     ImportRequest,
-    MeasureRequest,
     MeasureRowsRequest,
     MergeRequest,
     PredictRequest,
@@ -221,7 +219,6 @@ REQUESTS: list[Request[Any]] = [
     MeasureRowsRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),)),
     ExportRequest(output="o", model="m", code="c", form="onnx", sources=(RowFile("s3://b", "a.csv", 3),)),
     CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
-    MeasureRequest(output="o", files=(FilePair("a", "b", "model.safetensors"),)),
     ImportRequest(output="o", source="s"),
 ]
 

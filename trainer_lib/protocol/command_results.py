@@ -43,32 +43,6 @@ class CompareResult:
 
 
 @dataclass(frozen=True)
-class FileDifference:
-    """Differences between the numbers of two files.
-
-    Attributes:
-        path: of the file, below its folder.
-        values: numbers in it.
-        different: how many of them differ.
-        largest: the largest difference of a tensor's or a column's values, relative to its largest value.
-        problem: what differs besides: names, shapes, texts; None: nothing.
-    """
-
-    path: str
-    values: int = 0
-    different: int = 0
-    largest: float = 0.0
-    problem: str | None = None
-
-
-@dataclass(frozen=True)
-class MeasureResult:
-    """The differences of files, in the order in which they were asked for."""
-
-    files: tuple[FileDifference, ...]
-
-
-@dataclass(frozen=True)
 class ImportResult:
     """An imported checkpoint.
 

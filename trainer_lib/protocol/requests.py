@@ -30,13 +30,7 @@ from trainer_lib.protocol.command_results import (
     ExportResult as ExportResult,
 )
 from trainer_lib.protocol.command_results import (
-    FileDifference as FileDifference,
-)
-from trainer_lib.protocol.command_results import (
     ImportResult as ImportResult,
-)
-from trainer_lib.protocol.command_results import (
-    MeasureResult as MeasureResult,
 )
 from trainer_lib.protocol.command_results import (
     MeasureRowsResult as MeasureRowsResult,
@@ -527,24 +521,6 @@ class CompareRequest(Request[CompareResult], verb="compare", result=CompareResul
 
     whole: str
     resumed: str
-
-
-@dataclass(frozen=True)
-class FilePair:
-    """A file that is in two folders."""
-
-    one: str
-    other: str
-    path: str
-
-
-@dataclass(frozen=True, kw_only=True)
-class MeasureRequest(Request[MeasureResult], verb="measure", result=MeasureResult):
-    """Measure how far the numbers in safetensors and Parquet files are apart."""
-
-    functions: ClassVar[tuple[str, ...]] = ()
-
-    files: tuple[FilePair, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

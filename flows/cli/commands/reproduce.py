@@ -231,12 +231,9 @@ def reproduce(
         typer.Option(
             min=0.0,
             metavar="R",
-            help="Compare numbers up to this relative difference; unset: bytes on a CPU, else 1e-3.",
+            help="Compare metrics up to this relative difference; unset: bytes and metrics on a CPU, else 1e-3.",
         ),
     ] = None,
-    other_data: Annotated[
-        bool, typer.Option("--other-data", help="Continue although the data is not that of the run.")
-    ] = False,
 ) -> Answer:
     """Run a recorded run again, and compare weights, predictions and metrics. Exit code 20 if they differ.
 
@@ -248,13 +245,12 @@ def reproduce(
         )
     chain, _ = _find(address, storage, lenient=False)
     from trainflow.flows.cli.commands.execution import engine, run_and_show
-    from trainflow.flows.lineage.reproduction import Question, Reproduction, open_scratch
+    from trainflow.flows.lineage.reproduction import Reproduction, open_scratch
 
     out = form.console()
     run = chain.address if chain.run is None else chain.run.id
     with stoppable(out.print, remedy="Nothing of the run was changed; run it again."), open_scratch(to, run) as place:
-        asked = Question(to=place, tolerance=tolerance, other_data=other_data)
-        job = Reproduction(chain, asked, lambda text: out.print(Text(text)))
+        job = Reproduction(chain, place, tolerance, lambda text: out.print(Text(text)))
         with engine(out):
             outcome = job.carry_out(lambda spec, **choice: run_and_show(spec, out, debug=form.debug, **choice))
     return Answer(outcome.to_dict(), lambda: _lines(outcome, kept=to is not None), outcome.failure())
@@ -264,10 +260,8 @@ def _lines(outcome: Outcome, *, kept: bool) -> Iterator[Text]:
     same = sum(file["then"] == file["now"] for file in outcome.compared)
     yield Text(outcome.verdict, "bold red" if outcome.verdict == "different" else "green")
     yield Text(f"  files    {same} of {len(outcome.compared)} have the same bytes")
-    if outcome.largest is not None:
-        compared = "bytes are compared" if outcome.tolerance is None else f"tolerance {outcome.tolerance:g}"
-        yield Text(f"  numbers  largest relative difference {outcome.largest:.2g} ({compared}, on {outcome.device})")
-    yield Text(f"  metrics  {f'{len(outcome.metrics)} differ' if outcome.metrics else 'the same'}")
+    tolerance = "" if outcome.tolerance is None else f" (tolerance {outcome.tolerance:g}, on {outcome.device})"
+    yield Text(f"  metrics  {f'{len(outcome.metrics)} differ{tolerance}' if outcome.metrics else 'the same'}")
     for sentence in outcome.differences:
         yield Text(f"  differs  {sentence}")
     if kept:

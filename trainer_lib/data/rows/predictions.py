@@ -231,26 +231,3 @@ def _refuse(name: str, what: str, of: str) -> DataError:
         field="prediction_columns",
         remedy="Return one value (number, text, or array) per row under names of your own.",
     )
-
-
-def read_columns(store: Store, path: str) -> dict[str, np.ndarray[Any, Any] | list[Any]]:
-    """Read every column: numbers flat, as `[values]` of float64; anything else as it is.
-
-    Raises:
-        StorageError: the file cannot be read.
-    """
-    with store.open_read(path) as stream:
-        table = pq.read_table(stream)
-    return {name: _flat_values(table.column(name)) for name in table.column_names}
-
-
-def _flat_values(column: Any) -> np.ndarray[Any, Any] | list[Any]:
-    array = column.combine_chunks()
-    kind = array.type
-    flat = array
-    while pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        flat = flat.flatten()
-        kind = flat.type
-    if pa.types.is_floating(kind) or pa.types.is_integer(kind) or pa.types.is_boolean(kind):
-        return np.asarray(flat.to_numpy(zero_copy_only=False), dtype=np.float64)
-    return list(array.to_pylist())
