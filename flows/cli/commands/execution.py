@@ -30,8 +30,7 @@ from trainflow.tasks.keys.resolver import Resolver
 if TYPE_CHECKING:
     from trainer_lib.protocol.footprint import Footprint
     from trainflow.flows.planning.forecast import Forecast, Length
-    from trainflow.flows.planning.full_plan import FullPlan
-    from trainflow.flows.planning.obstacles import Obstacle
+    from trainflow.flows.planning.full_plan import FullPlan, Obstacle
     from trainflow.flows.planning.plan import Plan
     from trainflow.flows.records.past_runs import PastRun
 

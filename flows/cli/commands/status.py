@@ -87,7 +87,7 @@ def status(
     record = {
         "storage": root,
         "warnings": warnings,
-        "runs": [{**run.to_dict(), **_progress(run, statuses)} for run in statuses],
+        "runs": [{**run.to_dict(), **_progress(run)} for run in statuses],
     }
     return Answer(
         record, lambda: [*_lines(statuses, root, bare=form.quiet), *([] if form.quiet else _stages(statuses))]
@@ -131,27 +131,22 @@ def _watch(root: str) -> None:
             statuses = look(root, closely={run.run.id for run in at_work})
 
 
-def _progress(status: RunStatus, statuses: Sequence[RunStatus]) -> dict[str, Any]:
-    from trainflow.flows.runs.run_status import describe_progress, estimate_rest
+def _progress(status: RunStatus) -> dict[str, Any]:
+    from trainflow.flows.runs.run_status import describe_progress
 
-    if not status.is_at_work:
-        return {}
-    stages = describe_progress(status, [other.run for other in statuses])
-    return {"stage_progress": [stage.to_dict() for stage in stages], "rest_s": estimate_rest(stages)}
+    return {"stage_progress": [stage.to_dict() for stage in describe_progress(status)]} if status.is_at_work else {}
 
 
 def _stages(statuses: Sequence[RunStatus]) -> list[Text]:
     """The stages of the runs at work: a bar, how long they took or take, and when they are likely to end."""
-    from trainflow.flows.runs.run_status import describe_progress, estimate_rest
+    from trainflow.flows.runs.run_status import describe_progress
 
     lines: list[Text] = []
     for status in statuses:
         if not status.is_at_work:
             continue
-        stages = describe_progress(status, [other.run for other in statuses])
-        rest = estimate_rest(stages)
-        remaining = "" if rest is None else f", about {describe_seconds(rest)} left"
-        lines += [Text(), Text(f"{status.run.id[:SHORT_ID]} {status.run.title}{remaining}", "bold")]
+        stages = describe_progress(status)
+        lines += [Text(), Text(f"{status.run.id[:SHORT_ID]} {status.run.title}", "bold")]
         rows = [("stage", "state", "", "time", "left", "")]
         for stage in stages:
             took, eta = ("" if number is None else describe_seconds(number) for number in (stage.seconds, stage.eta_s))

@@ -20,7 +20,7 @@ from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.flows.cli.commands.execution import describe_plan
 from trainflow.flows.planning import full_plan
 from trainflow.flows.planning.forecast import Forecast, Found, Length, forecast
-from trainflow.flows.planning.obstacles import Obstacle, find_obstacles
+from trainflow.flows.planning.full_plan import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.run_stages import expect_launches
 from trainflow.flows.spec.spec import PipelineSpec, load_spec

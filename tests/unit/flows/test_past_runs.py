@@ -34,7 +34,7 @@ from trainflow.flows.records.run_logs import LogReader, read_attempts
 from trainflow.flows.records.run_names import describe_settings, flat_settings, name_run
 from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 from trainflow.flows.runs.run_details import compare_runs, read_details
-from trainflow.flows.runs.run_status import describe_progress, estimate_rest, look
+from trainflow.flows.runs.run_status import describe_progress, look
 from trainflow.flows.server.api import quiet_environment
 from trainflow.tasks.stage.retry import Ledger
 
@@ -303,20 +303,17 @@ def test_conditions_and_orders_are_read_or_refused(tmp_path: Path) -> None:
 
 def test_progress_counts_the_stage_at_work_and_what_follows(tmp_path: Path) -> None:
     storage = str(tmp_path)
-    outcomes = {"evaluate": {"status": "ran", "seconds": 5.0}, "train": {"status": "ran", "seconds": 50.0}}
-    record_run(storage, "a" * 16, day=1, outcomes=outcomes)
     record_run(storage, "b" * 16, day=2, status="RUNNING", ended=None, planned=["train", "evaluate"])
     folder = Store.open(storage).child("runs", "b" * 16)
     about = {"holder": asdict(Holder.this_process()), "flow_run_id": None}
     folder.write_bytes("alive/one.json", json.dumps(about).encode())
     beat = {"beat": "1", "stage": "train", "progress": "step 5/10", "step": 5, "max_steps": 10, "eta_s": 20.0}
     folder.write_bytes("alive/one.beat", json.dumps(beat).encode())
-    statuses = look(storage)
-    train, evaluate = describe_progress(statuses[0], [each.run for each in statuses])
+    [status] = look(storage)
+    train, evaluate = describe_progress(status)
     assert (train.state, train.share, train.eta_s) == ("running", 0.5, 20.0)
-    assert (evaluate.state, evaluate.eta_s) == ("waiting", 5.0)
-    assert estimate_rest([train, evaluate]) == 25.0
-    assert statuses[0].to_dict()["share"] == 0.5
+    assert (evaluate.state, evaluate.eta_s) == ("waiting", None)
+    assert status.to_dict()["share"] == 0.5
 
 
 HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202ekcab\u200f\x9b2J\n✗ forged"
