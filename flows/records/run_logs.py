@@ -18,15 +18,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainer_lib.base.json_text import parse_json, parse_record
-from trainer_lib.errors import DamagedError, TrainflowError
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.errors import TrainflowError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.jsonl import LineFile
 from trainflow.flows.records.past_runs import PastRun, run_folder
-from trainflow.tasks.stage.manifest import STAGES
+from trainflow.tasks.stage.manifest import stage_folder
 from trainflow.tasks.stage.progress import Event, describe, measured, subscribe
-from trainflow.tasks.stage.retry import ATTEMPTS, now
+from trainflow.tasks.stage.retry import Ledger, now
 
 LOGS = "logs"
 _PART_BYTES = 1 << 20
@@ -34,7 +34,6 @@ _MOST_PARTS = 64
 """Of one attempt: 64 MiB. What a worker writes beyond that is left out, and a line says so."""
 _LINE_CHARS = 8_000
 _RANK = re.compile(r"\[rank (\d+)\] ")
-_RECORD_BYTES = 1 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -81,6 +80,22 @@ class Attempt:
     decision: str | None
     error: Mapping[str, Any] = field(default_factory=dict)
     where: str = ""
+
+    @classmethod
+    def of(cls, stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> Attempt:
+        """The attempt of a start and an end in the stage's ledger."""
+        error = end.get("error")
+        return cls(
+            stage=stage,
+            number=int(start.get("attempt") or 0),
+            started=str(start.get("started") or ""),
+            ended=str(end["ended"]) if end.get("ended") else None,
+            outcome=str(end.get("outcome") or "open"),
+            reason=str(start.get("reason") or ""),
+            decision=str(end["decision"]) if end.get("decision") else None,
+            error=error if isinstance(error, dict) else {},
+            where=f"process {start.get('pid')} on {start.get('host')}",
+        )
 
     @property
     def place(self) -> str:
@@ -249,33 +264,9 @@ def read_attempts(storage: str, run: PastRun) -> list[Attempt]:
     """
     found = []
     for stage, key in {**run.stages, **run.worked_in}.items():
-        ledger = Store.open(storage).child(STAGES, stage, key[:16], ATTEMPTS)
-        names = sorted(name for name in ledger.children() if re.fullmatch(r"\d+\.json", name))
-        found += [_attempt(stage, ledger, name) for name in names]
+        records = Ledger(stage_folder(Store.open(storage), stage, key)).records()
+        found += [Attempt.of(stage, start, end) for start, end in records]
     return found
-
-
-def _attempt(stage: str, ledger: Store, name: str) -> Attempt:
-    start, end = _record(ledger, name), _record(ledger, f"{name[:4]}.end.json")
-    error = end.get("error")
-    return Attempt(
-        stage=stage,
-        number=int(name[:4]),
-        started=str(start.get("started") or ""),
-        ended=str(end["ended"]) if end.get("ended") else None,
-        outcome=str(end.get("outcome") or "open"),
-        reason=str(start.get("reason") or ""),
-        decision=str(end["decision"]) if end.get("decision") else None,
-        error=error if isinstance(error, dict) else {},
-        where=f"process {start.get('pid')} on {start.get('host')}",
-    )
-
-
-def _record(ledger: Store, name: str) -> dict[str, Any]:
-    try:
-        return parse_record(ledger.read_if_exists(name, limit=_RECORD_BYTES))
-    except DamagedError:
-        return {}
 
 
 def _parse(stage: str, attempt: int, line: bytes) -> LogLine | None:

@@ -23,6 +23,7 @@ from trainer_lib.secrets import mask
 from trainflow.flows.planning.full_plan import read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.records.run_logs import Attempt
 from trainflow.flows.reports.report import Panel, Section, number_text
 from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.stage.goodput import Goodput
@@ -45,8 +46,8 @@ def collect_sections(plan: Plan, result: PipelineResult) -> list[Section]:
     manifests = _manifests(result)
     ledgers = _ledgers(plan, manifests)
     prepared, training = manifests.get("prepare-data"), manifests.get("train")
-    attempts = [row for stage, ledger in ledgers.items() for row in _attempts(stage, ledger)]
-    columns = ("stage", "attempt", "started", "took", "host (process)", "ended", "why")
+    attempts = [_attempt_row(attempt) for stage, ledger in ledgers.items() for attempt in _attempts(stage, ledger)]
+    columns = ("stage", "attempt", "started", "took", "by", "ended", "why")
     answers = [Panel("prompts", columns=head, rows=rows) for head, rows in read_answers(manifests.get("evaluate"))]
     hyperparameters = [row for name, values in settings.items() for row in _flat(f"train.{name}", values)]
     return [
@@ -206,25 +207,20 @@ def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Le
     return found
 
 
-def _attempts(stage: str, ledger: Ledger) -> list[tuple[str, ...]]:
+def _attempts(stage: str, ledger: Ledger) -> list[Attempt]:
     try:
-        records = ledger.records()
+        return [Attempt.of(stage, start, end) for start, end in ledger.records()]
     except TrainflowError:
         return []
-    return [_attempt(stage, start, end) for start, end in records]
 
 
-def _attempt(stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> tuple[str, ...]:
-    began, ended = str(start.get("started") or ""), end.get("ended")
-    took = describe_seconds((_time(str(ended)) - _time(began)).total_seconds()) if began and ended else ""
-    why = str((end.get("error") or {}).get("message") or start.get("reason") or "")
-    outcome = str(end.get("outcome") or "no end was recorded")
-    host = f"{start.get('host', '')} ({start.get('pid', '')})"
-    return stage, str(start.get("attempt") or 0), began.replace("T", " "), took, host, outcome, why
-
-
-def _time(text: str) -> datetime:
-    return datetime.fromisoformat(text)
+def _attempt_row(attempt: Attempt) -> tuple[str, ...]:
+    began, ended = attempt.started, attempt.ended
+    took = (datetime.fromisoformat(ended) - datetime.fromisoformat(began)).total_seconds() if began and ended else None
+    outcome = "no end was recorded" if attempt.outcome == "open" else attempt.outcome
+    why = str(attempt.error.get("message") or attempt.reason)
+    words = (str(attempt.number), began.replace("T", " "), "" if took is None else describe_seconds(took))
+    return attempt.stage, *words, attempt.where, outcome, why
 
 
 def _machine(training: StageManifest | None, plan: Plan) -> Rows:

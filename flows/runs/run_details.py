@@ -10,8 +10,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainer_lib.base.json_text import parse_record
+from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
-from trainflow.flows.records.past_runs import ARGUMENTS_FILE, SPEC_FILE, PastRun, read_tags, run_folder
+from trainflow.flows.records.past_runs import ARGUMENTS_FILE, PastRun, read_tags, run_folder
+from trainflow.flows.records.recorded_spec import read_spec_record
 from trainflow.flows.records.results import flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
 from trainflow.flows.records.run_names import flat_settings
@@ -158,7 +160,7 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
     return RunDetails(
         run=run,
         stages=stages,
-        spec=_read_spec(folder),
+        spec=_read_spec(storage, run),
         arguments=_read_json(folder, ARGUMENTS_FILE),
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
@@ -203,15 +205,11 @@ def _read_stage(storage: str, run: PastRun, name: str, is_at_work: bool) -> Stag
     )
 
 
-def _read_spec(folder: Store) -> dict[str, Any]:
-    from trainer_lib.base.yaml_text import YamlProblem, parse_yaml
-
-    data = folder.read_if_exists(SPEC_FILE, limit=_LIMIT)
+def _read_spec(storage: str, run: PastRun) -> dict[str, Any]:
     try:
-        spec = parse_yaml(data.decode()) if data else {}
-    except (YamlProblem, UnicodeDecodeError):
+        return read_spec_record(storage, run)
+    except ConfigError:  # it is gone or torn
         return {}
-    return spec if isinstance(spec, dict) else {}
 
 
 def _read_json(folder: Store, name: str) -> dict[str, Any]:
