@@ -156,6 +156,8 @@ class Forecast:
         probe: None: none was asked for.
         seconds: of the stage train, by the probe; None: none was asked for.
         alone: samples of the micro-batch of one process alone.
+        writers: ranks that write a part of FSDP's checkpoint; None: all.
+        only_model: checkpoints have no optimizer state.
         layout: copies, shards, and ranks of a tensor or expert group; None: the arguments have none.
         missing: sentences about what could not be found out, and what to do.
         error: what failed in the workers.
@@ -169,6 +171,8 @@ class Forecast:
     room: Room | None = None
     seconds: float | None = None
     alone: int | None = None
+    writers: int | None = None
+    only_model: bool = False
     layout: tuple[int, int, int] | None = None
     missing: list[str] = field(default_factory=list)
     error: TrainflowError | None = None
@@ -194,7 +198,8 @@ class Forecast:
     def _footprints(self, processes: int, *, alone: int | None = None) -> list[Footprint]:
         if self.estimate is None:
             return []
-        return footprints(self.estimate.size, processes, alone=alone, layout=self.layout)
+        size, writers = self.estimate.size, self.writers
+        return footprints(size, processes, alone=alone, writers=writers, only_model=self.only_model, layout=self.layout)
 
     @property
     def peak_bytes(self) -> int | None:
@@ -207,6 +212,17 @@ class Forecast:
         if self.estimate is None or self.own is None or self.own.total is None:
             return None
         return self.own.total + (self.estimate.process_bytes if self.estimate.device == "cpu" else 0)
+
+    def planned(self) -> dict[str, float | None]:
+        """The numbers that are compared with what came of the run (`trainflow.flows.records.plan_record`)."""
+        length, room = self.length, self.room
+        return {
+            "seconds": self.seconds,
+            "peak_bytes": self.peak_bytes,
+            "steps": None if length is None else length.steps,
+            "samples": None if length is None else length.samples,
+            "checkpoint_bytes": None if room is None else room.checkpoint_bytes,
+        }
 
     def to_dict(self) -> dict[str, Any]:
         """This as plain JSON."""
@@ -249,6 +265,7 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
     if any(split not in data.facts.splits for split in (config.train_split, config.eval_split) if split is not None):
         return found  # what cannot work says which
     found.alone = rows_at_a_time(args, data_parallel_size=1)
+    found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
     if found.strategy == "layout" and (layout := read_layout(args)) is not None:
         found.layout = layout.replicate, layout.shards, layout.parts
     found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
@@ -273,11 +290,26 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
     return "ddp" if launch.world_size > 1 else "single"
 
 
+def _fsdp_writers(args: TrainingArguments, launch: LaunchConfig) -> int | None:
+    """The number of ranks that write a part of a checkpoint under these FSDP arguments; None: all, the default."""
+    from trainer_lib.arguments.configs.fsdp_config import read_settings
+
+    settings = read_settings(args)
+    if settings is None:
+        return None
+    if not settings.sharded_checkpoints or settings.mode == "no_shard":
+        return 1
+    if "hybrid" not in settings.mode:
+        return None
+    # One copy is written; unset, a machine's processes share it.
+    return settings.hybrid_group or int(launch.processes)
+
+
 def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
     length, estimate = found.length, found.estimate
     size = None if found.probe is None else found.probe.checkpoint_bytes
     if size is None and estimate is not None:
-        tensors = estimate.size.checkpoint_bytes(only_model=args.save_only_model)
+        tensors = estimate.size.checkpoint_bytes(only_model=found.only_model)
         size = None if tensors is None else tensors + _LOADING_BYTES
     saves = 0 if length is None else length.saves
     limit = args.save_total_limit

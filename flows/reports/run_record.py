@@ -40,6 +40,7 @@ from trainflow.flows.records.past_runs import (
     run_folder,
     write_record,
 )
+from trainflow.flows.records.plan_record import compare_with_plan
 from trainflow.flows.records.results import (
     RUN_ID_CHARS,
     PipelineResult,
@@ -253,7 +254,9 @@ class RunRecord:
         # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(REPORT):
             return
-        result = {**self.result.to_dict(), "started": self._started, **self._read_registered()}
+        train = describe_outcomes(self.result.stages, self._record.get("outcomes")).get("train", {})
+        compared = compare_with_plan(self.folder, self.result.storage, train)
+        result = {**self.result.to_dict(), "started": self._started, "compared": compared, **self._read_registered()}
         self.charts = draw_charts(self._read_history())
         sections = collect_sections(self.plan, self.result)
         text = render_report(result, self.charts, sections=sections, spec=mask(self.plan.spec_text))

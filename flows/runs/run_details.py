@@ -13,6 +13,7 @@ from trainer_lib.base.json_text import parse_record
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import ARGUMENTS_FILE, PastRun, read_tags, run_folder
+from trainflow.flows.records.plan_record import compare_with_plan
 from trainflow.flows.records.recorded_spec import read_spec_record
 from trainflow.flows.records.results import flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
@@ -79,6 +80,7 @@ class RunDetails:
         tags: names that people gave it.
         attempts: every attempt at its stages.
         places: label -> URL: model, predictions, report, MLflow run, publication.
+        compared: rows of `compare_with_plan`.
     """
 
     run: PastRun
@@ -88,6 +90,7 @@ class RunDetails:
     tags: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     places: Mapping[str, str]
+    compared: list[dict[str, Any]]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -130,6 +133,7 @@ class RunDetails:
             "attempts": [attempt.to_dict() for attempt in self.attempts],
             "metrics": self.metrics,
             "places": dict(self.places),
+            "compared": self.compared,
             "spec": dict(self.spec),
             "code": dict(run.sources),
             "versions": self.versions,
@@ -165,6 +169,7 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
         places=places,
+        compared=compare_with_plan(folder, storage, (run.record.get("outcomes") or {}).get("train") or {}),
     )
 
 

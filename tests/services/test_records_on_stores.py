@@ -30,6 +30,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.records.past_runs import find_run, list_runs
+from trainflow.flows.records.plan_record import write_plan
 from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.runs.garbage import find_garbage
@@ -62,7 +63,8 @@ def test_names_differ_and_say_what_differs_from_the_first_run(any_url: str) -> N
 
 
 def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
-    train = commit_stage(any_url, "train", "one", metrics={"train_loss": 0.5, "train_runtime": 3.0})
+    facts = {"global_step": 8, "global_samples": 64}
+    train = commit_stage(any_url, "train", "one", metrics={"train_loss": 0.5, "train_runtime": 3.0}, facts=facts)
     evaluate = commit_stage(any_url, "evaluate", "one", metrics={"test": {"test_accuracy": 0.9}})
     folder = Store.open(any_url).child("runs", "a" * 16)
     outcomes = {"train": {"status": "ran", "seconds": 4.0, "reason": "never run before", "key": train}}
@@ -71,6 +73,7 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     folder.write_bytes("spec.yaml", b"name: toy\ntrain: {args: {seed: 1}}\n")
     folder.write_bytes("arguments.json", b'{"train": {"seed": 1}}')
     folder.write_bytes("report.html", b"<html>")
+    write_plan(folder, {"seconds": 3.2, "steps": 8})
     found = details(any_url, "toy-1")
     assert [(each.stage, each.state) for each in found.stages] == [
         ("train", "ran"),
@@ -80,7 +83,9 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     assert found.metrics == {"train_loss": 0.5, "test_accuracy": 0.9}
     assert found.places["model"].endswith(f"stages/train/{train[:16]}/model")
     assert found.places["report"].endswith("report.html")
-    assert json.loads(json.dumps(found.to_dict()))["arguments"] == {"train": {"seed": 1}}
+    plain = json.loads(json.dumps(found.to_dict()))
+    assert plain["arguments"] == {"train": {"seed": 1}}
+    assert [(row["quantity"], row["difference"]) for row in plain["compared"]] == [("seconds", 0.25), ("steps", 0.0)]
 
 
 def say(stage: str, text: str, kind: str = "line") -> None:

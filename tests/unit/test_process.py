@@ -183,51 +183,69 @@ def test_a_small_bucket_is_taken_as_it_is_set_and_a_large_evaluation_is_the_peak
     ranks = by_name(replace(SIZE, micro_batch=4), 2, alone=8)  # one process alone may have a larger micro batch
     assert (ranks["single"].activations, ranks["ddp"].activations) == (100, 50)
     # A part that does not come out even counts as the largest.
-    assert by_name(replace(SIZE, gradient_bytes=401), 4)["fsdp"].gradients == 101
+    assert by_name(replace(SIZE, stored_bytes=401), 4)["fsdp"].checkpoint == 301
 
 
 def test_what_is_not_known_stays_unknown() -> None:
     unknown = replace(SIZE, optimizer_bytes=None)
     assert [each.total for each in footprints(unknown, 2)] == [None] * len(STRATEGIES)
-    assert (unknown.checkpoint_bytes(), unknown.checkpoint_bytes(only_model=True)) == (None, 400)
+    assert [each.checkpoint for each in footprints(unknown, 2)] == [None] * len(STRATEGIES)
+    assert unknown.checkpoint_bytes() is None
     assert SIZE.checkpoint_bytes() == 1200
 
 
 @pytest.mark.parametrize(
-    ("strategy", "held"),
+    ("strategy", "held", "written"),
     [
-        ("single", (400, 400, 800, 0)),
-        ("ddp", (400, 400, 800, 400)),
-        ("fsdp", (100, 100, 200, 200)),
-        ("zero-1", (500, 400, 200, 800)),
-        ("zero-2", (500, 100, 200, 800)),
-        ("zero-3", (200, 100, 200, 900)),
+        ("single", (400, 400, 800, 0), (1200, 1)),
+        ("ddp", (400, 400, 800, 400), (1200, 1)),  # the other ranks hold the same, and write none of it
+        ("fsdp", (100, 100, 200, 200), (300, 4)),
+        ("zero-1", (500, 400, 200, 800), (1200, 1)),  # what ZeRO shards is gathered to the first rank
+        ("zero-2", (500, 100, 200, 800), (1200, 1)),
+        ("zero-3", (200, 100, 200, 900), (1200, 1)),
     ],
 )
-def test_what_each_strategy_holds_on_each_of_four_ranks(strategy: str, held: tuple[int, ...]) -> None:
+def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
+    strategy: str, held: tuple[int, ...], written: tuple[int, int]
+) -> None:
     rank = by_name(SIZE, 4)[strategy]
     assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == held
     assert rank.total == sum(held) + 50
     assert rank.processes == (1 if strategy == "single" else 4)
+    assert (rank.checkpoint, rank.writers) == written
 
 
 @pytest.mark.parametrize(
-    ("layout", "held"),
+    ("layout", "held", "written"),
     [
-        ({"tensor": 4}, (160, 160, 320, 0)),  # 320 of 400 bytes are in divided layers
-        ({"shard": 2, "tensor": 2}, (120, 120, 240, 120)),
-        ({"replicate": 2, "tensor": 2}, (240, 240, 480, 240)),
-        ({"replicate": 2, "shard": 2}, (200, 200, 400, 200)),
-        ({"shard": 2, "dispatch": 2}, (100, 100, 200, 200)),
-        ({"shard": 2, "sequence": 2}, (100, 100, 200, 200)),
+        ({"tensor": 4}, (160, 160, 320, 0), (480, 4)),  # 320 of 400 bytes are in divided layers
+        ({"shard": 2, "tensor": 2}, (120, 120, 240, 120), (360, 4)),
+        ({"replicate": 2, "tensor": 2}, (240, 240, 480, 240), (720, 2)),
+        ({"replicate": 2, "shard": 2}, (200, 200, 400, 200), (600, 2)),
+        ({"shard": 2, "dispatch": 2}, (100, 100, 200, 200), (300, 4)),
+        ({"shard": 2, "sequence": 2}, (100, 100, 200, 200), (300, 4)),
     ],
 )
-def test_what_a_rank_of_a_layout_holds(layout: dict[str, Any], held: tuple[int, ...]) -> None:
+def test_what_a_rank_of_a_layout_holds(layout: dict[str, Any], held: tuple[int, ...], written: tuple[int, int]) -> None:
     sizes = Layout(**layout)
     parts = sizes.replicate, sizes.shards, sizes.parts
     rank = by_name(replace(SIZE, divided_bytes=320), 4, layout=parts)["layout"]
     assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == held
-    assert rank.processes == 4
+    assert (rank.checkpoint, rank.writers, rank.processes) == (*written, 4)
+
+
+@pytest.mark.parametrize(("writers", "each"), [(None, 200), (1, 600), (3, 200), (4, 150)])
+def test_fsdp_is_written_by_as_many_ranks_as_its_settings_say(writers: int | None, each: int) -> None:
+    rank = by_name(replace(SIZE, optimizer_bytes=200), 3, writers=writers)["fsdp"]
+    assert (rank.checkpoint, rank.writers) == (each, writers or 3)
+
+
+def test_a_checkpoint_of_the_model_alone_has_no_optimizer_state() -> None:
+    ranks = by_name(replace(SIZE, optimizer_bytes=None), 2, only_model=True)
+    assert {name: rank.checkpoint for name, rank in ranks.items()} == {
+        **dict.fromkeys(("single", "ddp", "zero-1", "zero-2", "zero-3"), 400),
+        "fsdp": 200,
+    }
 
 
 @pytest.mark.parametrize(

@@ -2,16 +2,17 @@
 
 W processes, parameters P (trained ones T), gradients G, optimizer state O, activations A, stored weights S, in bytes::
 
-    strategy   parameters    gradients   optimizer   for the exchange
-    single     P             G           O           -
-    DDP        P             G           O           G: the buckets, copies of the gradients
-    FSDP       P/W           G/W         O/W         gathered units, and their gradients
-    ZeRO 1     P + T/W       G           O/W         two buckets
-    ZeRO 2     P + T/W       G/W         O/W         two buckets
-    ZeRO 3     (P + T)/W     G/W         O/W         two buckets, gathered parameters
-    layout     f·P/s         f·G/s       f·O/s       f times FSDP's; f·G of copies, without s
+    strategy   parameters    gradients   optimizer   for the exchange                          written in a checkpoint
+    single     P             G           O           -                                         S + O
+    DDP        P             G           O           G: the buckets, copies of the gradients   S + O by the first rank
+    FSDP       P/W           G/W         O/W         gathered units, and their gradients       (S + O)/W by each
+    ZeRO 1     P + T/W       G           O/W         two buckets                               S + O by the first rank
+    ZeRO 2     P + T/W       G/W         O/W         two buckets                               S + O by the first rank
+    ZeRO 3     (P + T)/W     G/W         O/W         two buckets, gathered parameters          S + O by the first rank
+    layout     f·P/s         f·G/s       f·O/s       f times FSDP's; f·G of copies, without s  f·(S + O)/s by s·t ranks
 
-A checkpoint has S + O; with `save_only_model` S.
+What ZeRO shards is gathered for a checkpoint, tensor by tensor. FSDP is asked for one by FULL_STATE_DICT, and writes as
+DDP does; of hybrid copies the first is written. With `save_only_model` O is left out.
 
 A layout has s shards of t tensor ranks; of the parameters, D bytes are in divided layers, and f is the part of the
 model that a tensor group leaves to each rank: (D/t + P - D)/P.
@@ -84,6 +85,8 @@ class Footprint:
         exchange: of buffers and gathered tensors that only the exchange between ranks needs.
         activations: with temporary tensors, at the peak of a step; None: not known.
         evaluation: beyond the parameters, at the peak of a batch of evaluation; None: not known, or none.
+        checkpoint: what a rank that writes writes into one checkpoint; None: not known.
+        writers: ranks that write as much; the others write a few kilobytes.
     """
 
     strategy: str
@@ -94,6 +97,8 @@ class Footprint:
     exchange: int
     activations: int | None
     evaluation: int | None = None
+    checkpoint: int | None = None
+    writers: int = 1
 
     @property
     def total(self) -> int | None:
@@ -110,6 +115,8 @@ def footprints(
     *,
     alone: int | None = None,
     bucket_elements: int = ZERO_BUCKET_ELEMENTS,
+    writers: int | None = None,
+    only_model: bool = False,
     layout: tuple[int, int, int] | None = None,
 ) -> list[Footprint]:
     """The bytes of a rank under every strategy; all but "single" on `processes` ranks.
@@ -117,8 +124,11 @@ def footprints(
     Args:
         alone: samples of the micro-batch of one process alone, whose activations grow with it; None: as on each rank.
         bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
+        writers: ranks that write a part of FSDP's checkpoint; None: all of them.
+        only_model: checkpoints have no optimizer state.
         layout: copies, shards, and ranks of a tensor or expert group of the spec's own.
     """
+    written = size.checkpoint_bytes(only_model=only_model)
     share = _divided_by(processes)
     whole, gradients, optimizer = size.parameter_bytes, size.gradient_bytes, size.optimizer_bytes
     gathered = min(size.gathered_bytes, whole)
@@ -142,13 +152,18 @@ def footprints(
             exchange=exchange,
             activations=_scaled(size, alone) if name == "single" else size.activation_bytes,
             evaluation=size.evaluation_bytes,
+            checkpoint=_divided_by(parts)(written),
+            writers=parts,
         )
         for name, (parameters, held_gradients, held_optimizer, exchange) in held.items()
+        for parts in [(writers or processes) if name == "fsdp" else 1]
     ]
-    return rows if layout is None else [*rows, _of_layout(size, processes, layout, 2 * gathered)]
+    return rows if layout is None else [*rows, _of_layout(size, processes, layout, written, 2 * gathered)]
 
 
-def _of_layout(size: ModelSize, processes: int, layout: tuple[int, int, int], exchanged: int) -> Footprint:
+def _of_layout(
+    size: ModelSize, processes: int, layout: tuple[int, int, int], written: int | None, exchanged: int
+) -> Footprint:
     """The bytes of a rank of `layout`: copies, shards, tensor (or expert) ranks; `exchanged` by FSDP, of it whole."""
     copies, shards, tensor = layout
     factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(size.parameter_bytes, 1)
@@ -163,6 +178,8 @@ def _of_layout(size: ModelSize, processes: int, layout: tuple[int, int, int], ex
         exchange=math.ceil(exchange * factor),
         activations=size.activation_bytes,
         evaluation=size.evaluation_bytes,
+        checkpoint=part(written),
+        writers=shards * tensor,
     )
 
 

@@ -53,6 +53,7 @@ _NAMES = {
     "layout": "the layout",
 }
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
+_WRITES = "writes"
 _UNKNOWN = "?"
 _SHOWN_LINES = 12  # of a conversation
 _DECIDE_PLACE = ("storage", "tracking", "name", "limit")
@@ -407,8 +408,9 @@ def _memory(found: Forecast) -> list[Text]:
     heading = f"of a rank on {counted(processes, 'process', 'processes')} ({found.estimate.device}); * is the spec's"
     lines.append(_row("memory", f"{heading} strategy"))
     columns = [_cells(rank, marked=rank.strategy == found.strategy) for rank in ranks]
-    rows = list(zip(("", *_PARTS), *columns, strict=True))
+    rows = list(zip(("", *_PARTS, _WRITES), *columns, strict=True))
     lines += presentation.table(rows, right=frozenset(range(1, len(rows[0]))), indent="    ")
+    lines.append(_row("", f"{_WRITES}: rank 0, into one checkpoint; with ×N each of N ranks"))
     if found.peak_bytes is not None:
         lines.append(_row("", _peak(found)))
     return lines + [_row("", note, "yellow") for note in found.estimate.notes]
@@ -425,7 +427,9 @@ def _peak(found: Forecast) -> str:
 
 
 def _cells(rank: Footprint, *, marked: bool) -> tuple[str, ...]:
-    return (("* " if marked else "") + _NAMES[rank.strategy], *(_bytes(getattr(rank, name)) for name in _PARTS))
+    writers = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
+    values = [_bytes(getattr(rank, name)) for name in _PARTS]
+    return (("* " if marked else "") + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + writers)
 
 
 def _bytes(value: int | None) -> str:

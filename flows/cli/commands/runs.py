@@ -24,6 +24,7 @@ from trainflow.flows.cli.options import Answer, BareForm, Form, command
 from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.cli.run_choice import PlaceWords, Run
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
+from trainflow.flows.records.plan_record import HEAD, comparison_cells
 from trainflow.flows.server.schedule import read_interval
 
 if TYPE_CHECKING:
@@ -336,6 +337,9 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
     if details.metrics:
         lines += [Text(), *_facts(with_intervals(details.metrics))]
     lines += [Text(), *_facts({name: shown(place) for name, place in details.places.items()})]
+    if details.compared:
+        rows = [HEAD, *comparison_cells(details.compared)]
+        lines += [Text(), Text("plan and outcome", "bold"), *table(rows, right=frozenset({1, 2, 3}))]
     lines += _section("settings", _shown_settings(details, everything))
     lines += _section("arguments", _shown_arguments(details, everything))
     lines += _section("code", {name: digest[:_DIGEST] for name, digest in run.sources.items()})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,17 +12,19 @@ from typing import Any
 import pytest
 
 from tests.support.hub_server import HubServer
-from tests.support.recorded import commit_facts
+from tests.support.recorded import commit_facts, commit_stage
 from tests.support.toy import project
 from trainer_lib.errors import CodeError
 from trainer_lib.launch import LaunchConfig, warm
 from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
+from trainer_lib.storage import Store
 from trainflow.flows.cli.commands.execution import describe_plan
 from trainflow.flows.planning import full_plan
 from trainflow.flows.planning.forecast import Forecast, Found, Length, forecast
 from trainflow.flows.planning.full_plan import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.plan_record import compare_with_plan, write_plan
 from trainflow.flows.run_stages import expect_launches
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.tasks.stage import rehearsal
@@ -93,9 +96,36 @@ def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     found = planned(plan, Found(ESTIMATE))
     assert found.own is not None
     assert (found.peak_bytes, found.seconds) == (1000 + (found.own.total or 0), None)
-    assert found.room is not None and found.room.checkpoint_bytes == 40 + 80 + 20_000
+    # The plan shows what each rank writes.
     lines = [line.plain for line in describe_plan(plan, found, [])]
+    [names] = [re.split(" {2,}", line.strip()) for line in lines if "DDP" in line]
+    [written] = [re.split(" {2,}", line.strip()) for line in lines if line.startswith("    writes ")]
+    sizes = dict(zip(names, written[1:], strict=True))
+    assert (sizes["DDP"], sizes["FSDP"]) == ("120 B", "60 B ×2")
     assert any("not known: --probe measures a few steps" in line for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "written", "writers"),
+    [
+        ((), 60, 2),
+        (("train.args.fsdp_config={state_dict_type: FULL_STATE_DICT}",), 120, 1),
+        (("train.args.fsdp=hybrid_shard", "train.args.fsdp_config={hybrid_group_size: 1}"), 120, 1),
+        (("train.args.fsdp=hybrid_shard",), 60, 2),
+        (("train.args.save_only_model=true",), 20, 2),
+    ],
+)
+def test_what_ranks_write_follows_from_the_arguments(
+    path: Path, overrides: tuple[str, ...], written: int, writers: int
+) -> None:
+    spec = load_spec(path, ("train.launch={kind: torchrun, processes: 2}", "train.args.fsdp=full_shard", *overrides))
+    found = planned(prepared(spec), Found(ESTIMATE))
+    assert found.own is not None
+    assert (found.own.checkpoint, found.own.writers) == (written, writers)
+    [row] = [each for each in found.to_dict()["ranks"] if each["strategy"] == "fsdp"]
+    assert (row["checkpoint"], row["writers"]) == (written, writers)
+    assert found.room is not None
+    assert found.room.checkpoint_bytes == written * writers + 20_000
 
 
 def obstacles(path: Path, *overrides: str, found: Found | None = None) -> list[Obstacle]:
@@ -163,6 +193,21 @@ def test_servers_that_do_not_answer_are_found_and_that_of_mlflow_is_not_fatal(
     [mlflow] = obstacles(path, "tracking.enabled=true", "tracking.uri=http://127.0.0.1:9")
     assert (mlflow.field, mlflow.value, mlflow.is_fatal) == ("tracking.uri", "http://127.0.0.1:9", False)
     assert "Connection refused" in mlflow.what
+
+
+def test_a_plan_is_kept_and_compared_with_what_came_of_it(tmp_path: Path) -> None:
+    storage, folder = str(tmp_path), Store.open(str(tmp_path / "runs" / "abc"))
+    facts = {"global_step": 5, "global_samples": 40}
+    keys = [commit_stage(storage, "train", str(more), facts={**facts, **more}) for more in ({}, {"resumed_from": 2})]
+    whole, resumed = ({"status": "ran", "seconds": 11.0, "key": key} for key in keys)
+    assert compare_with_plan(folder, storage, whole) == []
+    write_plan(folder, {"seconds": 10.0, "peak_bytes": 200, "steps": 5})
+    rows = {row["quantity"]: row["difference"] for row in compare_with_plan(folder, storage, whole)}
+    assert rows == {"seconds": pytest.approx(0.1), "steps": 0}
+    assert [row["quantity"] for row in compare_with_plan(folder, storage, resumed)] == ["steps"], "timed in part"
+    assert compare_with_plan(folder, storage, {**whole, "status": "cached"}) == []
+    folder.write_bytes("plan.json", b"{torn")
+    assert compare_with_plan(folder, storage, whole) == []
 
 
 # -- launches that are announced --------------------------------------------------------------------------------------
