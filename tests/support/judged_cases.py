@@ -52,7 +52,7 @@ def answers(reference: Any, *columns: tuple[torch.Tensor, torch.Tensor, torch.Te
     targets = torch.where(is_answer.bool(), tokens, -100)
     batch = {"input_ids": tokens, "attention_mask": seen, "targets": targets}
     lengths = torch.stack((targets >= 0).sum(dim=1).chunk(2), dim=1)
-    made = {**batch, "lengths": lengths, "margin": torch.zeros(len(lengths))}
+    made = {**batch, "lengths": lengths}
     if reference is not None:
         made["reference"] = torch.stack(log_probabilities(reference.eval(), batch).chunk(2), dim=1)
     return made
@@ -63,7 +63,7 @@ def dpo(folder: str) -> Losses:
     trainer = trl_cases.dpo(folder)
     model, batch = moved(trainer)
     inputs = answers(trainer.ref_model, (batch["input_ids"], batch["attention_mask"], batch["completion_mask"]))
-    settings = {"beta": trainer.beta, "loss": "sigmoid", "label_smoothing": 0.0}
+    settings = {"beta": trainer.beta, "loss": "sigmoid"}
     found = ours(preference_optimization, folder, model, inputs, **settings)
     return float(trainer.compute_loss(model, batch)), found
 
@@ -86,7 +86,7 @@ def orpo(folder: str) -> Losses:
         (batch[f"{name}_input_ids"], batch[f"{name}_attention_mask"], batch[f"{name}_labels"] >= 0)
         for name in ("chosen", "rejected")
     ]
-    settings = {"beta": trainer.beta, "loss": "orpo", "label_smoothing": 0.0}
+    settings = {"beta": trainer.beta, "loss": "orpo"}
     found = ours(preference_optimization, folder, model, answers(None, *columns), **settings)
     return float(trainer.get_batch_loss_metrics(model, batch)[0] - likelihood), found + float(chosen.mean())
 

@@ -37,7 +37,7 @@ from trainer_lib.recipes.texts.answers import (
     beside_rules,
     build_policy,
     collate_answers,
-    require_between,
+    require_above_zero,
 )
 from trainer_lib.recipes.texts.packed_batches import evaluating
 from trainer_lib.recipes.texts.tokenizing import decode_tokens
@@ -159,7 +159,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     weights = {"good_weight": 1.0, "bad_weight": 1.0}  # of the losses of good and of bad answers
     chosen = choose(options, {**POLICY, **weights}, field="train.model")
     for name in weights:
-        require_between(name, chosen[name], most=float("inf"), is_open=True)
+        require_above_zero(name, chosen[name])
     return build_policy(chosen, data, *weights)
 
 

@@ -1,4 +1,4 @@
-"""The recipe preference-optimization: of two answers to a prompt a model learns to prefer one (DPO, IPO, ORPO).
+"""The recipe preference-optimization: of two answers to a prompt a model learns to prefer one (DPO, ORPO).
 
     name: polite
     recipe: preference-optimization
@@ -42,7 +42,6 @@ from trainer_lib.recipes.texts.answers import (
     beside_rules,
     build_policy,
     collate_answers,
-    require_between,
     share_right,
 )
 from trainer_lib.recipes.texts.tokenizing import decode_tokens
@@ -58,7 +57,7 @@ class PreferredPairs(AnsweredPrompts):
 
     answers = ("chosen", "rejected")
     label_option = "chosen"
-    reserved = ("labels", "row_id", "reference_chosen", "reference_rejected")
+    reserved: Sequence[str] = ("labels", "row_id", "reference_chosen", "reference_rejected")
     defaults: Mapping[str, Any] = {
         **ANSWERED,
         **REFERENCE,
@@ -91,30 +90,24 @@ class PreferredPairs(AnsweredPrompts):
 # With ``r = log p(y|x) - log p_ref(y|x)``, the logarithm of an answer's probability given its prompt over that of the
 # reference, beta r is the answer's implicit reward (Rafailov et al., Direct Preference Optimization, 2023, equation 5
 # up to a term of the prompt, which cancels), and the loss is ``-log sigmoid(beta (r_chosen - r_rejected))`` (7).
-LOSSES = ("sigmoid", "ipo", "orpo")
+LOSSES = ("sigmoid", "orpo")
 
 
-def preference_losses(ratios: Tensor, *, beta: float, loss: str = "sigmoid", label_smoothing: float = 0.0) -> Tensor:
+def preference_losses(ratios: Tensor, *, beta: float, loss: str = "sigmoid") -> Tensor:
     """The losses of pairs ``[pairs]``.
 
     Args:
         ratios: ``[pairs, 2]``, of the chosen and of the rejected answer: the logarithm of its probability less that
             by the reference; for `orpo` the mean over its tokens, without a reference.
         beta: how much a distance from the reference counts; for `orpo` the odds ratio.
-        loss: `sigmoid` (Rafailov et al., 2023, equation 7), or `ipo`, the square of the distance to 1 / (2 beta) (Azar
-            et al., A General Theoretical Paradigm to Understand Learning from Human Preferences, 2023, equation 17),
-            or `orpo` (Hong et al., Monolithic Preference Optimization without Reference Model, 2024, equation 6).
-        label_smoothing: the share of pairs that are thought to be the wrong way round (`sigmoid` alone).
+        loss: `sigmoid` (Rafailov et al., 2023, equation 7), or `orpo` (Hong et al., Monolithic Preference Optimization
+            without Reference Model, 2024, equation 6).
     """
     log_sigmoid = nn.functional.logsigmoid
     if loss == "orpo":
         log_odds = ratios - torch.log(-torch.expm1(ratios.clamp(max=-1e-6)))
         return -ratios[:, 0] - beta * log_sigmoid(log_odds[:, 0] - log_odds[:, 1])
-    margins = ratios[:, 0] - ratios[:, 1]
-    if loss == "ipo":
-        return (margins - 1 / (2 * beta)) ** 2
-    right, wrong = log_sigmoid(beta * margins), log_sigmoid(-beta * margins)
-    return -(1 - label_smoothing) * right - label_smoothing * wrong
+    return -log_sigmoid(beta * (ratios[:, 0] - ratios[:, 1]))
 
 
 def measure_preferences(rewards: Any, known: Any, whole: Any = None) -> dict[str, float]:
@@ -154,15 +147,9 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
     """
-    defaults: dict[str, Any] = {
-        **POLICY,
-        "loss": "sigmoid",  # of DPO; or ipo, orpo
-        "label_smoothing": 0.0,  # share of pairs that are thought to be the wrong way round
-    }
-    chosen = choose(options, defaults, field="train.model")
+    chosen = choose(options, {**POLICY, "loss": "sigmoid"}, field="train.model")  # of DPO; or orpo
     require_choice(chosen["loss"], LOSSES, field="train.model.loss")
-    require_between("label_smoothing", chosen["label_smoothing"], most=0.5, is_open=False)
-    return build_policy(chosen, data, "loss", "label_smoothing")
+    return build_policy(chosen, data, "loss")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

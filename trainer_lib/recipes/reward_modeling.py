@@ -34,8 +34,8 @@ from trainer_lib.recipes.texts.answers import ANSWERED, AnswerTrainer, collate_a
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
 
-COMPLETION, MARGIN = "completion", "margin"
-"""Columns: of new rows with an answer; of prepared rows by how much the chosen answer is better at least."""
+COMPLETION = "completion"
+"""The column of new rows with an answer."""
 _HEAD = "ForSequenceClassification"
 _SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
           "num_attention_heads": 4}  # fmt: skip
@@ -45,40 +45,28 @@ class RankedPairs(PreferredPairs):
     """The rows of a table by split: a prompt where they have one, the better answer, and the other one."""
 
     needs_prompt = False
-    reserved = ("labels", "row_id", COMPLETION, MARGIN)
+    reserved = ("labels", "row_id", COMPLETION)
     defaults: Mapping[str, Any] = {
         **ANSWERED,
         "chosen": "chosen",  # column with the better answers
         "rejected": "rejected",  # column with the other answers
-        "margin": None,  # column with the least differences of scores
     }
-
-    def margins(self) -> Any:
-        """The least difference of the scores of the rows. Raises DataError for another value than a number."""
-        if (name := self.options["margin"]) is None:
-            return [0.0] * len(self.table)
-        self.table.require(name, field="prepare.options.margin")
-        self.table.refuse_gaps(name, "Fill it in, or leave prepare.options.margin out.")
-        if (numbers := self.table.find_numbers(name)) is None:
-            remedy = "Name a column of numbers, or leave it out."
-            raise DataError("The margins are no numbers.", field="prepare.options.margin", value=name, remedy=remedy)
-        return numbers.tolist()
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the pairs, and find a tokenizer for them.
 
     Returns:
-        For every split its rows: the three texts by the names of their columns, lists of turns as JSON; `margin`; in
-        `labels` 0, the place of the chosen answer; `row_id`.
+        For every split its rows: the three texts by the names of their columns, lists of turns as JSON; in `labels`
+        0, the place of the chosen answer; `row_id`.
     """
     table = RankedPairs(options, out)
-    margins, texts = table.margins(), table.read_texts()
+    texts = table.read_texts()
     table.tokenize(texts, out)
     out.info.update(completion=COMPLETION, classes=NAMES, pad_token_id=out.info["ends"]["pad_token_id"])
     out.info["new_columns"] |= {COMPLETION: "string"}
     out.info["new_rows"]["optional"].append(COMPLETION)
-    return table.rows([0] * len(margins), {**{table.options[name]: texts[name] for name in texts}, MARGIN: margins})
+    return table.rows([0] * len(table.table), {table.options[name]: texts[name] for name in texts})
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
@@ -101,7 +89,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch of `collate_answers`, with the `margin` ``[rows]`` of labelled rows.
+    """Make a batch of `collate_answers`: answers ``[answers x rows, tokens]``.
 
     New rows have an answer in `completion`, or pairs.
 
@@ -112,18 +100,12 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     if data.info[names[0]] not in rows[0]:
         remedy = f"Give it in the column '{COMPLETION}'."
         raise DataError("There is no answer to give a score to.", field="rows", value=sorted(rows[0]), remedy=remedy)
-    batch = collate_answers(rows, data, names)
-    margins = {MARGIN: torch.tensor([float(row[MARGIN]) for row in rows])} if "labels" in rows[0] else {}
-    return {**batch, **margins}
+    return collate_answers(rows, data, names)
 
 
-def reward_losses(scores: Tensor, margins: Tensor) -> Tensor:
-    """The losses of pairs ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first, and margins ``[pairs]``.
-
-    It is that of Bai et al., Training a Helpful and Harmless Assistant, 2022, with the margin of Touvron et al., Llama
-    2, 2023, equation 2.
-    """
-    return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1] - margins)
+def reward_losses(scores: Tensor) -> Tensor:
+    """The losses of pairs ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first (Bai et al., 2022)."""
+    return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1])
 
 
 class Trainer(AnswerTrainer):
@@ -132,7 +114,7 @@ class Trainer(AnswerTrainer):
     @override
     def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         scores = self.answer(model, inputs)
-        return reward_losses(scores, inputs[MARGIN]), scores
+        return reward_losses(scores), scores
 
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:

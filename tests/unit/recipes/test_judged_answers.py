@@ -119,9 +119,9 @@ def test_losses_are_those_of_the_formulas() -> None:
     given = (torch.from_numpy(ratios), torch.tensor(1.5), torch.from_numpy(labels))
     found = feedback_losses(*given, beta=0.2, good_weight=2.0, bad_weight=0.5)
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6)
-    scores, margins = draw.normal(0, 3, (50, 2)), draw.uniform(0, 2, 50)
-    found = reward_losses(torch.from_numpy(scores), torch.from_numpy(margins))
-    np.testing.assert_allclose(found.numpy(), -np.log(sigmoid(scores[:, 0] - scores[:, 1] - margins)), rtol=1e-9)
+    scores = draw.normal(0, 3, (50, 2))
+    found = reward_losses(torch.from_numpy(scores))
+    np.testing.assert_allclose(found.numpy(), -np.log(sigmoid(scores[:, 0] - scores[:, 1])), rtol=1e-9)
 
 
 def test_the_area_counts_ties_as_half_and_takes_the_better_rule_of_lengths() -> None:
@@ -206,7 +206,7 @@ def test_marks_are_learned_and_new_answers_have_rewards(marks: Prepared, tmp_pat
     assert len(recipe.prediction_columns(made, data)["prediction"]) == 2
 
 
-def test_rewards_are_learned_by_a_margin_and_new_answers_have_them(ranks: Prepared, tmp_path: Path) -> None:
+def test_rewards_are_learned_and_new_answers_have_them(ranks: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = ranks
     trainer = trained(ranks, tmp_path, {"config": TINY}, 60, **BATCHES)
     measured = trainer.evaluate(eval_dataset=splits["test"])
@@ -217,10 +217,6 @@ def test_rewards_are_learned_by_a_margin_and_new_answers_have_them(ranks: Prepar
         new = [{"completion": row[name]} for row in splits["test"][:5]]
         rewards = recipe.prediction_columns(trainer.predict(new).predictions, data)["reward"]
         assert rewards == pytest.approx(known[:, at].tolist(), abs=1e-4)
-    bare = [{"chosen": "a b", "rejected": "c", "gap": row / 4} for row in range(8)]
-    made = REWARDS.prepare(tmp_path, lines(*bare), margin="gap")
-    batch = collate_of(made)([*made[1]["train"], *made[1]["test"]])
-    assert sorted(batch["margin"].tolist()) == [row["gap"] for row in bare]
 
 
 def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp_path: Path) -> None:

@@ -229,7 +229,6 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "reward-modeling": [
         (preferred(rejected=" 12 is said "), {}, "the two answers are alike"),
-        (preferred(), {"margin": "prompt"}, "prepare.options.margin … no numbers"),
         (preferred(chosen=SAME + " a", rejected=SAME + " b"), {}, "are the same for both answers"),
         (talked("human"), {}, "row 0 (line 1): turn 2: the role 'human' is unknown"),
         (

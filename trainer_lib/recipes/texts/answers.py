@@ -378,7 +378,7 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
     Raises:
         ConfigError: transformers cannot load it, or it is not that of prepare.
     """
-    require_between("beta", chosen["beta"], most=float("inf"), is_open=True)
+    require_above_zero("beta", chosen["beta"])
     place = one_of(chosen, field="train.model")
     _require_reference(chosen, place, data)
     adapted = bool(chosen["adapter"])
@@ -409,11 +409,10 @@ def _require_reference(chosen: Mapping[str, Any], place: str | None, data: DataI
         raise ConfigError(what, field="train.model", value=place, remedy=remedy)
 
 
-def require_between(name: str, value: float, *, most: float, is_open: bool) -> None:
-    """Raise ConfigError for a setting of the loss that is not from 0 on (is_open: above 0) and below `most`."""
-    if value < 0 or value >= most or (is_open and value == 0):
-        what = "The loss has no sense with this number."
-        remedy = "Give a number above 0, such as 0.1." if is_open else f"Give a number from 0 on and below {most}."
+def require_above_zero(name: str, value: float) -> None:
+    """Raise ConfigError for a setting of the loss that is not a number above 0."""
+    if not 0 < value < float("inf"):
+        what, remedy = "The loss has no sense with this number.", "Give a number above 0, such as 0.1."
         raise ConfigError(what, field=f"train.model.{name}", value=value, remedy=remedy)
 
 
