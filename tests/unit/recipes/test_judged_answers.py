@@ -248,16 +248,6 @@ def base(marks: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_adapters_leave_the_reference_of_marks_as_it_is(base: Path, tmp_path: Path) -> None:
-    rows = "".join(marked_lines().splitlines(keepends=True)[:40])
-    made = TABLES[1].prepare(tmp_path, rows, config={}, folder=base)
-    trainer = trained(made, tmp_path / "run", {"folder": base, "adapter": {"rank": 4}}, 5, **BATCHES)
-    seen = trainer.predict(made[1]["test"]).predictions[:, 0]
-    assert np.abs(seen).max() > 0.01
-    new = [{name: row[name] for name in ("prompt", "completion")} for row in made[1]["test"]]
-    assert trainer.predict(new).predictions[:, 0] == pytest.approx(seen, abs=1e-4)
-
-
 def test_a_language_model_becomes_one_of_rewards_by_adapters_and_a_new_head(base: Path, tmp_path: Path) -> None:
     made = TABLES[0].prepare(tmp_path, ranked_lines(), folder=base)
     settings: dict[str, Any] = {"folder": base, "adapter": {"rank": 4}}

@@ -108,13 +108,6 @@ def test_equal_texts_give_an_equal_vocabulary_in_which_only_our_tokens_are_speci
     assert first.decode(first("return self.path")["input_ids"], skip_special_tokens=True) == "return self . path"
 
 
-def test_a_batch_is_the_same_in_a_data_worker_that_is_spawned(texts: Prepared) -> None:
-    collate, rows = collate_of(texts), texts[1]["train"][:4]
-    batch, again = collate(rows), pickle.loads(pickle.dumps(collate))(rows)
-    assert batch["input_ids"].shape[1] <= 32
-    assert all(torch.equal(batch[name], again[name]) for name in batch)
-
-
 def test_a_model_comes_from_a_folder_and_its_head_must_fit_the_labels(
     texts: Prepared, words: Prepared, tmp_path: Path
 ) -> None:

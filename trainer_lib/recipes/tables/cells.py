@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import fields
 from datetime import date, datetime
 from decimal import Decimal
 from typing import Any
@@ -27,19 +28,9 @@ from trainer_lib.recipes.shared.recipe_options import choose
 from trainer_lib.recipes.tables.splitting import find_forms, parse_times, read_times
 
 READ: dict[str, Any] = {
-    "separator": None,  # between two values of a CSV file
-    "encoding": None,  # as Python names it
-    "quote": None,  # around a value with separators in it; "": there is none
-    "escape": None,  # before a quote that belongs to a value
-    "columns": [],  # names of the columns, where no line has them
-    "skip_lines": 0,  # before the line with the names
-    "sheet": None,  # of a workbook; None: its first one with rows
-    "partitions": False,  # folders such as year=2024 are columns
-    "decimal": None,  # before the fraction of a number
-    "thousands": None,  # between its thousands
-    "na_values": [],  # texts that stand for no value, besides the usual ones
+    each.name: [] if each.default == () else each.default for each in fields(Reading) if each.name != "answer"
 }
-"""The form of files (`prepare.options.read`); None: found from the file."""
+"""The form of files (`prepare.options.read`), as `Reading` has it; None: found from the file."""
 NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 """Texts that stand for no value."""
 USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
@@ -76,7 +67,7 @@ def plain_value(value: Any, name: str, place: str, reading: Reading) -> Any:
         return int(value) if value == value.to_integral_value() else float(value)
     if isinstance(value, date | datetime):
         return value.isoformat()
-    raise DataError(f"{place}, column '{name}': a {type(value).__name__} is neither a number nor a text.", field="rows")
+    raise refuse_row(place, name, f"a {type(value).__name__} is neither a number nor a text")
 
 
 def number_of(value: Any) -> float | None:

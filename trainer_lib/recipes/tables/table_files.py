@@ -479,7 +479,7 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
             raise refuse_row(place, name, f"a {type(value).__name__} is not a text")
         found = value if value and value.strip() else None
     else:
-        found = _read_plain(value, name, place, reading)
+        found = plain_value(value, name, place, reading)
         found = None if kind == "number" and str(found) in USUAL else found
     if found is None:
         if not may_lack:
@@ -498,9 +498,3 @@ def _as_kind(found: Any, kind: str, name: str, place: str) -> Any:
         return read_date(str(found), kind.removeprefix("date:"), name, place)
     text = text_of(found) if kind in ("text", "folded") else found
     return fold(text) if kind == "folded" else text
-
-
-def _read_plain(value: Any, name: str, place: str, reading: Reading) -> Any:
-    if isinstance(value, list | tuple | dict | bytes):
-        raise refuse_row(place, name, f"a {type(value).__name__} is neither a number nor a text")
-    return plain_value(value, name, place, reading)
