@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.recipes.shared.recipe_options import NUMBER, PathOptions, choose
+from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
 from trainer_lib.recipes.shared.targets import (
     compute_metrics,
+    head_names,
     label_rows,
     label_tensor,
     prediction_columns,
     split_loss,
-    target_of,
     use_loss,
 )
 from trainer_lib.recipes.tables.cells import with_parts
@@ -114,8 +114,13 @@ class TabularNet(nn.Module):
             size = width
         self.layers = nn.Sequential(*layers, nn.Linear(size, outputs))
 
-    def outputs(self, numbers: Tensor, texts: Tensor) -> Tensor:
-        """The output ``[batch, outputs]`` for numbers ``[batch, columns]`` and codes of texts ``[batch, columns]``."""
+    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        """Outputs in `logits` ``[batch, outputs]``; with classes in labels ``[batch]`` the cross-entropy as well.
+
+        Args:
+            numbers: ``[batch, columns]``.
+            texts: codes ``[batch, columns]``.
+        """
         missing = torch.isnan(numbers)
         parts = [torch.where(missing, 0.0, (numbers - self.mean) / self.spread), missing.to(numbers.dtype)]
         for index, embedding in enumerate(self.embeddings):
@@ -123,45 +128,10 @@ class TabularNet(nn.Module):
             given = texts[:, index].contiguous()
             place = torch.searchsorted(codes, given).clamp(max=len(codes) - 1)
             parts.append(embedding(torch.where(codes[place] == given, place + 1, 0)))
-        result: Tensor = self.layers(torch.cat(parts, dim=1))
-        return result
-
-
-class Classifier(TabularNet):
-    """A `TabularNet` with classes as outputs."""
-
-    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Logits ``[batch, classes]``; with labels ``[batch]`` the cross-entropy as well."""
-        logits = self.outputs(numbers, texts)
+        logits: Tensor = self.layers(torch.cat(parts, dim=1))
         if labels is None or labels.is_floating_point():  # of those `use_loss` gives the loss
             return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Regressor(TabularNet):
-    """A `TabularNet` with one output, in the unit of the label.
-
-    Args:
-        label: mean and spread of the label in the training rows.
-        more: as of `TabularNet`, without `outputs`.
-    """
-
-    label_mean: Tensor
-    label_spread: Tensor
-
-    def __init__(self, label: Sequence[float], **more: Any) -> None:
-        super().__init__(outputs=1, **more)
-        self.register_buffer("label_mean", torch.tensor(label[0], dtype=torch.float32))
-        self.register_buffer("label_spread", torch.tensor(label[1], dtype=torch.float32))
-
-    def forward(self, numbers: Tensor, texts: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
-        """Predictions ``[batch]`` in `logits`; with labels ``[batch]`` the squared error in units of their spread."""
-        standard = self.outputs(numbers, texts).squeeze(-1)
-        found = {"logits": standard * self.label_spread + self.label_mean}
-        if labels is None:
-            return found
-        wanted = (labels - self.label_mean) / self.label_spread
-        return {"loss": nn.functional.mse_loss(standard, wanted), **found}
 
 
 # -- the recipe -------------------------------------------------------------------------------------------------------
@@ -179,11 +149,9 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     """Build the untrained network; `options` are the spec's `train.model`: those of `NET` and of `targets.LOSS`."""
-    own, loss = (options, {}) if target_of(data.info) == NUMBER else split_loss(options)
+    own, loss = split_loss(options)
     chosen, numbers, texts = choose(own, NET, field="train.model"), data.info["numbers"], data.info["texts"]
-    if target_of(data.info) == NUMBER:
-        return Regressor(data.info["label_scale"], numbers=numbers, texts=texts, **chosen)
-    return use_loss(Classifier(numbers, texts, len(data.info["classes"]), **chosen), loss, data.info)
+    return use_loss(TabularNet(numbers, texts, len(head_names(data.info)), **chosen), loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:

@@ -119,11 +119,11 @@ def test_the_network_takes_missing_numbers_and_texts_that_it_has_not_seen() -> N
     net = TabularNet({"b": [3.0, 2.0], "a": [0.0, 1.0]}, {"t": ["x", "y"]}, 2, [8], 0.0).eval()
     assert net.mean.tolist() == [0.0, 3.0], "columns go by name, so new rows may have any order"
     texts = torch.tensor([[text_code(text)] for text in ("x", "y", "new", "newer")])
-    found = net.outputs(torch.tensor([[0.0, 3.0]] * 4), texts)
+    found = net(torch.tensor([[0.0, 3.0]] * 4), texts)["logits"]
     assert not torch.allclose(found[0], found[1])
     # Not bit by bit: which kernel multiplies a row depends on the processor and on the row's place.
     assert torch.allclose(found[2], found[3]), "both are unknown"
-    gap = net.outputs(torch.tensor([[math.nan, 3.0], [0.0, 3.0]]), texts[:2])
+    gap = net(torch.tensor([[math.nan, 3.0], [0.0, 3.0]]), texts[:2])["logits"]
     assert torch.isfinite(gap).all()
 
 
