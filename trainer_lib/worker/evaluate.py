@@ -42,9 +42,8 @@ from trainer_lib.evaluation.named_metrics import (
     find_slices,
     measure_slices,
 )
-from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
+from trainer_lib.evaluation.outcomes import collect_inputs, find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.evaluation.shown_inputs import collect_inputs
 from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.locks.shared_parts import SharedParts

@@ -25,9 +25,15 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.importance import Dealt, measure_importance
 from trainer_lib.evaluation.named_metrics import NamedMetrics
-from trainer_lib.evaluation.outcomes import HARDEST, MAX_ROWS, SAMPLES, summarize_outcomes
+from trainer_lib.evaluation.outcomes import (
+    HARDEST,
+    MAX_ROWS,
+    SAMPLES,
+    collect_inputs,
+    describe_input,
+    summarize_outcomes,
+)
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
-from trainer_lib.evaluation.shown_inputs import collect_inputs, describe_input
 from trainer_lib.evaluation.weak_groups import find_weak_groups
 
 
