@@ -18,24 +18,20 @@ Sums = dict[str, Any]
 
 
 class MergedMetrics:
-    """`compute_metrics` of a recipe with `metric_sums` and `metrics_from_sums`.
-
-    Attributes:
-        of_range: stands for `compute_metrics` while a range is evaluated.
-    """
+    """`compute_metrics` of a recipe with `metric_sums` and `metrics_from_sums`."""
 
     def __init__(self, metric_sums: Callable[[Any], Any], metrics_from_sums: Callable[[Any], Any]) -> None:
         self._sums_of, self._finish = metric_sums, metrics_from_sums
         self._total: Sums | None = None
-        self.of_range: Any = self._update
 
     def __call__(self, p: Any, compute_result: bool = True) -> Any:
         """The metrics of these rows; with `batch_eval_metrics` those of all batches, at the last one."""
-        self._update(p)
+        self.add(p)
         total = self.take() if compute_result else None
         return {} if total is None else self.compute(total)
 
-    def _update(self, p: Any) -> dict[str, float]:
+    def add(self, p: Any) -> dict[str, float]:
+        """Add the sums of these rows, which are part of a range; there are no metrics yet."""
         self._total = self.merge(self._total, _read_sums(self._sums_of(p)))
         return {}
 

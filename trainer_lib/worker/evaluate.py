@@ -136,7 +136,7 @@ class RangeEvaluation:
     def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
         trainer, before = self._trainer, self._trainer.compute_metrics
         batch_by_batch, trainer.args.batch_eval_metrics = trainer.args.batch_eval_metrics, False
-        trainer.compute_metrics = self._merged.of_range
+        trainer.compute_metrics = self._merged.add
         try:
             evaluator = trainer._trainflow.evaluator
             trainer.evaluation_loop(trainer._trainflow.loaders.range_loader(split, start, stop), "Evaluation")
