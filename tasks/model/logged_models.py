@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
@@ -25,6 +24,7 @@ from trainer_lib.trackers.mlflow.mlflow_registry import Registration, Score
 from trainer_lib.trackers.mlflow.model_record import Flavor, FlavorFile, ModelRecord
 from trainer_lib.trackers.names import clean_key, group_results, with_intervals
 from trainflow.tasks.configs import RegisterConfig
+from trainflow.tasks.model.model_lineage import step_of
 from trainflow.tasks.model.portable_model import TrainedModel, code_texts
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
@@ -32,7 +32,6 @@ from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
 _RESAMPLES_BYTES = 16 << 20
 RESAMPLES = "resamples"  # of a split: a file of evaluate
-_STEP = re.compile(r"checkpoint-(\d+)")
 TRANSFORMERS = "transformers"
 _FOLDER = "model"
 _CONFIG_BYTES = 16 << 20
@@ -174,10 +173,10 @@ def logged_models(
     trained: TrainedModel, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> Iterator[LoggedModel]:
     """The kept checkpoints, oldest first, and then the exported model."""
-    for name in sorted(model.facts.checkpoints, key=_step_of):
+    for name in sorted(model.facts.checkpoints, key=step_of):
         commit = read_commit(model.store().child("checkpoints", name), kind="checkpoint")
         if commit is not None:
-            yield _describe(trained, data, model, name, name, _step_of(name), commit.content_digest)
+            yield _describe(trained, data, model, name, name, step_of(name), commit.content_digest)
     yield describe_exported(trained, data, model)
 
 
@@ -215,11 +214,6 @@ def _describe(
         ModelRecord(name=name, digest=digest, step=step, columns=columns, required=required, params=params, tags=tags),
         files,
     )
-
-
-def _step_of(checkpoint: str) -> int:
-    found = _STEP.fullmatch(checkpoint)
-    return int(found[1]) if found else 0
 
 
 def describe_flavor(

@@ -11,9 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.layout import parse_step
-from trainer_lib.errors import DamagedError, StorageError, TrainflowError
+from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content
 from trainer_lib.model_folder.lineage import (
     FILE,
@@ -29,10 +28,9 @@ from trainer_lib.secrets import mask, mask_value
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import read_commit
 from trainflow.tasks.stage.facts import PublishFacts, TrainFacts
-from trainflow.tasks.stage.manifest import KEY_FILE, StageManifest
+from trainflow.tasks.stage.manifest import StageManifest, read_key
 
 MODEL = "model/"
-_KEY_BYTES = 16 << 20
 # In a key, as the parameters of the tasks: the content digests of what a stage was made from.
 _INPUTS = {"data": "prepare-data", "model": "train"}
 _PACKAGES = ("trainflow", "torch", "numpy", "safetensors", "transformers", "accelerate", "pyarrow")
@@ -51,7 +49,7 @@ def digest_checkpoints(
     weights = {(entry.path.removeprefix(MODEL), entry.sha256) for entry in files if entry.path.endswith(".safetensors")}
     digests: dict[str, str] = {}
     exported: str | None = None
-    for name in sorted(names, key=_step_of):
+    for name in sorted(names, key=step_of):
         try:
             commit = read_commit(store.child("checkpoints", name), kind="checkpoint")
         except (DamagedError, StorageError):  # the model is whole all the same
@@ -82,7 +80,7 @@ def describe_lineage(
         mlflow: the run's tracked run and its id; None: those of the training.
         files: of the folder that the lineage is for.
     """
-    keys = {manifest.stage: read_key(manifest.store()) for manifest in manifests}
+    keys = {manifest.stage: key_fields(manifest) for manifest in manifests}
     model = next((manifest for manifest in manifests if isinstance(manifest.facts, TrainFacts)), None)
     facts = TrainFacts() if model is None else model.facts
     changed = {"mixture": list(facts.mixture)} if facts.mixture else {}
@@ -100,7 +98,7 @@ def describe_lineage(
             for manifest in manifests
         ),
         checkpoints=tuple(
-            CheckpointLink(name=checkpoint, step=_step_of(checkpoint), content_digest=digest)
+            CheckpointLink(name=checkpoint, step=step_of(checkpoint), content_digest=digest)
             for checkpoint, digest in facts.checkpoint_digests.items()
         ),
         exported=facts.exported,
@@ -139,12 +137,10 @@ def find_inputs(fields: Mapping[str, Any]) -> dict[str, str]:
     return {str(stage): digest for stage, digest in found.items() if isinstance(digest, str) and len(digest) == 64}
 
 
-def read_key(store: Store) -> dict[str, Any]:
-    """The fields of the key in a stage's folder; empty where they cannot be read."""
-    try:
-        return dict(parse_json(store.read_bytes(KEY_FILE, limit=_KEY_BYTES))["fields"])
-    except (TrainflowError, ValueError, KeyError, TypeError):
-        return {}
+def key_fields(manifest: StageManifest) -> dict[str, Any]:
+    """The fields of the key of a stage's result; empty where they cannot be read."""
+    record = read_key(manifest.store())
+    return {} if record is None else dict(record["fields"])
 
 
 def changed_arguments(model: StageManifest) -> dict[str, Any]:
@@ -152,7 +148,7 @@ def changed_arguments(model: StageManifest) -> dict[str, Any]:
     from trainer_lib.arguments import TrainingArguments, numeric_fields
 
     # The key holds what the training resolved to; the spec may hold less.
-    used = read_key(model.store()).get("args")
+    used = key_fields(model).get("args")
     if not isinstance(used, dict):
         return {}
     defaults = numeric_fields(TrainingArguments(), data_parallel_size=1)
@@ -166,8 +162,9 @@ def _sources(recorded: object) -> Iterable[SourceLink]:
             yield SourceLink(source=mask(str(source.get("source"))), digest=str(source.get("digest")))
 
 
-def _step_of(name: str) -> int:
-    return parse_step(name) or 0
+def step_of(checkpoint: str) -> int:
+    """The optimizer step of a checkpoint, given its name."""
+    return parse_step(checkpoint) or 0
 
 
 def find_versions() -> dict[str, str]:

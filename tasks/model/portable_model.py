@@ -20,7 +20,7 @@ from trainflow.tasks.configs import LaunchSettings, PublishConfig
 from trainflow.tasks.keys.keys import versions
 from trainflow.tasks.keys.stage_code import METRICS, code_of
 from trainflow.tasks.keys.stage_code import MODEL as MODEL_FUNCTIONS
-from trainflow.tasks.model.model_lineage import read_key
+from trainflow.tasks.model.model_lineage import key_fields
 from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
@@ -93,7 +93,7 @@ def describe_model(
 
 def _require_same_model(config: PublishConfig, context: StageContext, model: StageManifest[TrainFacts]) -> None:
     """Raise CodeError when code that builds the model was edited since train: it would load other weights wrongly."""
-    known = read_key(model.store()).get("recipe") or {}
+    known = key_fields(model).get("recipe") or {}
     code = code_of(config, context)
     # A digest of the order of statements is that of all statements that train reached, with or without metrics.
     now = [code.reach(functions).digests for functions in (MODEL_FUNCTIONS, (*MODEL_FUNCTIONS, *METRICS))]

@@ -25,7 +25,7 @@ from trainer_lib.storage.commit import read_commit
 from trainer_lib.trackers.mlflow.mlflow_registry import Score, Verdict, compare
 from trainflow.tasks.configs import LaunchSettings, PublishConfig
 from trainflow.tasks.model.logged_models import RESAMPLES, read_score
-from trainflow.tasks.model.model_lineage import read_key
+from trainflow.tasks.model.model_lineage import key_fields
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts
 from trainflow.tasks.stage.manifest import STAGES, StageManifest
@@ -139,7 +139,7 @@ def _measure(
 ) -> Score:
     """The published model's score on the rows of this run's split, and on the same resamples."""
     attempt.progress.event({"event": "progress", "message": f"measures the published model on the rows of {split}"})
-    asked: Mapping[str, Any] = read_key(evaluation.store())
+    asked: Mapping[str, Any] = key_fields(evaluation)
     request = MeasureRowsRequest(
         output=attempt.store.url,
         model=found.url,

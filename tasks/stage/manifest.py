@@ -12,6 +12,7 @@ Neither prefect nor torch is imported here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Collection, Mapping
@@ -259,20 +260,17 @@ def look_up_in(storage: str, stage: str, folder: str) -> StageManifest | None:
 
 def belongs_to_other_key(store: Store, key: StageKey) -> bool:
     """Whether what lies in the stage's folder, finished or not, was made under another key."""
-    made_for: set[str] = set()
-    try:
+    record = read_key(store)
+    made_for = {None if record is None else record.get("key")}
+    with contextlib.suppress(DamagedError):  # half written: the key that can be read decides
         if (commit := read_commit(store, kind="stage")) is not None:
             made_for.add(str(commit.meta.get("key")))
-        if data := store.read_if_exists(KEY_FILE, limit=_KEY_BYTES):
-            made_for.add(str(parse_json(data)["key"]))
-    except (ValueError, KeyError, TypeError, DamagedError):
-        pass  # half written: the key that can be read decides
-    return bool(made_for - {key.digest})
+    return bool(made_for - {None, key.digest})
 
 
 def compare_with(storage: str, key: StageKey, older: str) -> list[Difference]:
     """The fields in which `key` differs from an older key of the stage, given by its digest."""
-    record = _read_key(Store.open(storage).child(STAGES, key.stage), older[:FOLDER_CHARS])
+    record = read_key(stage_folder(Store.open(storage), key.stage, older))
     return [] if record is None else compare_keys(record, key)
 
 
@@ -283,7 +281,7 @@ def compare_keys(record: Mapping[str, Any], key: StageKey) -> list[Difference]:
 
 def read_key_fields(storage: str, stage: str, key: str) -> dict[str, Any] | None:
     """Every field of a recorded content key, given by its digest; None where the record is gone or torn."""
-    record = _read_key(Store.open(storage).child(STAGES, stage), key[:FOLDER_CHARS])
+    record = read_key(stage_folder(Store.open(storage), stage, key))
     return None if record is None else dict(record["fields"])
 
 
@@ -324,7 +322,7 @@ def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()
     """Differences of `key` from the nearest earlier run; None: there are none."""
     found: list[tuple[int, bool, str, list[Difference]]] = []
     for name in stages.children():
-        record = _read_key(stages, name)
+        record = read_key(stages.child(name))
         if record is not None and _same_subject(record["fields"], key.fields):
             # Results that follow each other differ in nothing that a user has changed.
             ignored = {*unknown, REFRESH}
@@ -352,14 +350,9 @@ def _same_subject(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> bool:
     if "recipe" in ours:
         mine, other = (set(fields.get("recipe") or ()) for fields in (ours, theirs))
         is_other = len(mine | other) > _MUCH_CODE and 2 * len(mine & other) < len(mine | other)
-        return not is_other and not _files_of(ours).isdisjoint(_files_of(theirs))
+        files, theirs_too = ({label.partition(":")[0] for label in labels} for labels in (mine, other))
+        return not is_other and not files.isdisjoint(theirs_too)
     return bool(theirs.get("name") == ours.get("name"))
-
-
-def _files_of(fields: Mapping[str, Any]) -> set[str]:
-    # Keys of older versions name files alone, newer ones the pieces in them ("recipe.py:prepare").
-    recipe = fields.get("recipe")
-    return {label.partition(":")[0] for label in recipe} if isinstance(recipe, Mapping) else set()
 
 
 def summary(changed: list[Difference], most: int = 3) -> str:
@@ -370,9 +363,10 @@ def summary(changed: list[Difference], most: int = 3) -> str:
     return "; ".join(parts)
 
 
-def _read_key(stages: Store, name: str) -> dict[str, Any] | None:
+def read_key(store: Store) -> dict[str, Any] | None:
+    """The record of the key in a stage's folder, its `fields` and more; None without one that can be read."""
     try:
-        data = stages.read_if_exists(f"{name}/{KEY_FILE}", limit=_KEY_BYTES)
+        data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
         record = parse_json(data) if data else None
         return {**record, "fields": dict(record["fields"])} if record else None
     except (ValueError, KeyError, TypeError, DamagedError):
