@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import io
 import logging
 import os
 import shlex
@@ -25,7 +24,6 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import psutil
 from rich.text import Text
-from typing_extensions import override
 
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.base.suggestions import suggestion
@@ -87,8 +85,8 @@ def logged(path: Path) -> Iterator[None]:
         handler.close()
 
 
-class _Tee(io.TextIOBase):
-    """A stream that passes on what is written, and adds whole lines to a log."""
+class _Tee:
+    """A stream that adds whole lines of what is written to a log; all else is the stream's own."""
 
     def __init__(self, stream: TextIO, handler: logging.Handler) -> None:
         self._stream = stream
@@ -97,31 +95,17 @@ class _Tee(io.TextIOBase):
         # Prefect writes what runs print from threads.
         self._lock = threading.Lock()
 
-    @override
-    def write(self, text: str, /) -> int:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Pass a text on, and add the lines that end in it."""
         with self._lock:
             self._stream.write(text)
             *lines, self._line = (self._line + text).split("\n")
             for line in lines:
                 self._add(line)
         return len(text)
-
-    @override
-    def flush(self) -> None:
-        self._stream.flush()
-
-    @override
-    def isatty(self) -> bool:
-        return self._stream.isatty()
-
-    @override
-    def fileno(self) -> int:
-        return self._stream.fileno()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        """That of the stream, which rich asks for."""
-        return self._stream.encoding
 
     def end_line(self) -> None:
         """Add what was written without an end of line."""

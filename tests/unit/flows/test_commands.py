@@ -88,16 +88,6 @@ def test_help_and_version_end_well(words: str, capsys: pytest.CaptureFixture[str
         assert "Commands" in out + err and "✗" not in err
 
 
-def test_a_shell_still_completes_options(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("_TRAINFLOW_COMPLETE", "complete_bash")
-    monkeypatch.setenv("COMP_WORDS", "trainflow gc --ke")
-    monkeypatch.setenv("COMP_CWORD", "2")
-    with pytest.raises(SystemExit) as ended:
-        main(["gc", "--ke"])
-    assert not ended.value.code
-    assert "--keep" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("words", [["runs", "--lmit", "1", "--json"], ["--help"]])
 def test_nothing_complains_when_the_reader_of_the_output_has_ended(words: list[str]) -> None:
     reader, writer = os.pipe()
