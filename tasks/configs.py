@@ -228,9 +228,9 @@ class PreemptionSettings(Settings):
     timeout_s: float = Field(default=2.0, gt=0, description="Seconds that command or url may take.")
 
     @model_validator(mode="after")
-    def _need_a_place(self) -> PreemptionSettings:
-        if not (self.file or self.command or self.url):
-            raise PydanticCustomError("no_place", "Nowhere to look for a notice. Give file, command or url.")
+    def _need_one_place(self) -> PreemptionSettings:
+        if sum(map(bool, (self.file, self.command, self.url))) != 1:
+            raise PydanticCustomError("one_place", "A notice is looked for in one place. Give file, command or url.")
         return self
 
     def to_request(self) -> Preemption:

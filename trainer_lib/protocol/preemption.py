@@ -1,7 +1,7 @@
 """Notice that this machine is about to be taken away: a file that appears, a command that exits with 0, a URL.
 
 Clouds give such notice 30 s to two minutes ahead, through their metadata servers; batch systems run a command or make a
-file. Threads ask every few seconds, so the work itself never waits for an answer.
+file. A thread asks every few seconds, so the work itself never waits for an answer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preemption:
-    """Places of a notice; one is enough.
+    """Where a notice is looked for: one of file, command and url.
 
     Attributes:
         file: a path; the notice is given once it exists.
@@ -101,8 +101,6 @@ def _answers(asked: Preemption, url: str) -> bool:
 class NoticeWatch(threading.Thread):
     """Looks for a notice until one is given, and delivers it.
 
-    Each place has a thread of its own: a file on a mount that hangs does not hold up the others.
-
     Args:
         asked: where to look.
         deliver: called once a notice is given, and again until it returns True.
@@ -115,46 +113,28 @@ class NoticeWatch(threading.Thread):
         super().__init__(name="trainflow-preemption", daemon=True)
         self._asked = asked
         self._deliver = deliver
-        self._woken = threading.Event()
         self._done = threading.Event()
         self.notice: str | None = None
 
     @override
     def run(self) -> None:
-        for place in _places(self._asked):
-            threading.Thread(target=self._look, args=(place,), name=f"{self.name}-look", daemon=True).start()
-        self._woken.wait()
-        while self.notice is not None and not self._deliver() and not self._done.wait(_DELIVER_S):
+        warned = False
+        while True:
+            try:
+                self.notice = find_notice(self._asked)
+            except Exception as error:
+                # The next look may succeed; without the watch, the machine would go without a save.
+                if not warned:
+                    where = self._asked.file or self._asked.url or self._asked.command[0]
+                    _log.warning("train.preemption: a look at %s failed, and is repeated: %r", where, error)
+                    warned = True
+            if self.notice is not None:
+                break
+            if self._done.wait(self._asked.every_s):
+                return
+        while not self._deliver() and not self._done.wait(_DELIVER_S):
             pass
 
     def close(self) -> None:
         """Stop looking."""
         self._done.set()
-        self._woken.set()
-
-    def _look(self, place: Preemption) -> None:
-        warned = False
-        while True:
-            notice = None
-            try:
-                notice = find_notice(place)
-            except Exception as error:
-                # The next look may succeed; without the watch, the machine would go without a save.
-                if not warned:
-                    _log.warning("train.preemption: a look at %s failed, and is repeated: %r", _name(place), error)
-                    warned = True
-            if notice is not None:
-                self.notice = notice
-                self._woken.set()
-            if notice is not None or self._done.wait(self._asked.every_s):
-                return
-
-
-def _places(asked: Preemption) -> list[Preemption]:
-    nowhere = replace(asked, file=None, command=(), url=None)
-    places = ({"file": asked.file}, {"command": asked.command}, {"url": asked.url})
-    return [replace(nowhere, **place) for place in places if any(place.values())]
-
-
-def _name(place: Preemption) -> str:
-    return str(place.file or place.url or place.command[0])
