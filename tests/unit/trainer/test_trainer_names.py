@@ -367,7 +367,7 @@ INHERITED = {
     *("on_main_process", "on_local_main_process", "on_last_process", "on_process", "on_local_process"),
     *("trigger_sync_in_backward", "join_uneven_inputs", "print", "set_trigger", "check_trigger"),
     *("save", "free_memory", "clear", "maybe_context_parallel", "profile", "skip_first_batches"),
-    *("verify_device_map", "lomo_backward"),
+    *("verify_device_map", "lomo_backward", "pad_across_processes"),
 }
 
 

@@ -72,30 +72,6 @@ class Exchange:
         gathered = iter([self._gather_one(leaf, table[:, place], field) for place, leaf in enumerate(leaves)])
         return replace_leaves(tree, lambda _: next(gathered), field=field)
 
-    def pad(self, tree: Any, dim: int, value: Any, *, first: bool) -> Any:
-        """Tensors padded with `value` along `dim` to the longest of all ranks, at the end or, with `first`, before."""
-        leaves = leaves_of(tree, field="pad_across_processes")
-        table = self._shapes(leaves, contributes=True)
-        padded = iter([_pad_one(leaf, table[:, place], dim, value, first) for place, leaf in enumerate(leaves)])
-        return replace_leaves(tree, lambda _: next(padded), field="pad_across_processes")
-
-    def reduce(self, tree: Any, reduction: str) -> Any:
-        """The sum, mean or max over ranks of every tensor ``[...]``; with "none", copies of this rank's own."""
-        if reduction not in ("sum", "mean", "max", "none"):
-            raise ConfigError(
-                "The reduction is unknown.", field="reduction", value=reduction, remedy="Use sum, mean, max or none."
-            )
-
-        def reduce_one(leaf: torch.Tensor) -> torch.Tensor:
-            if reduction == "none":
-                return leaf.clone()
-            if reduction == "max":
-                return torch.stack(self._comm.gather_tensor(leaf)).amax(0)
-            total = self._comm.sum_tensor(leaf)
-            return total / self._comm.world_size if reduction == "mean" else total
-
-        return replace_leaves(tree, reduce_one, field="reduce")
-
     def _shapes(self, leaves: list[torch.Tensor], *, contributes: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
         """The table of every rank's shapes, ``[ranks, leaves, _ROW]``."""
         table = np.zeros((self._comm.world_size, len(leaves), _ROW), dtype=np.int64)
@@ -134,17 +110,3 @@ class Exchange:
         received = self._comm.gather_tensor(sent) if sent.numel() else [sent] * len(counts)
         parts = [part[: count * per_row] for part, count in zip(received, counts, strict=True)]
         return torch.cat(parts).view(dtype).reshape(sum(counts), *trailing)
-
-
-def _pad_one(leaf: torch.Tensor, rows: Any, dim: int, value: Any, first: bool) -> torch.Tensor:
-    if not -leaf.ndim <= dim < leaf.ndim:
-        return leaf
-    longest = int(rows[:, 3 + dim % leaf.ndim].max())
-    own = leaf.shape[dim]
-    if longest == own:
-        return leaf
-    shape = list(leaf.shape)
-    shape[dim] = longest
-    padded = leaf.new_full(shape, value)
-    padded.narrow(dim, longest - own if first else 0, own).copy_(leaf)
-    return padded

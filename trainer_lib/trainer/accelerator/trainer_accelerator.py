@@ -261,12 +261,13 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
             raise ConfigError(
                 "A scale is not supported.", field="scale", value=scale, remedy="Multiply what reduce returns."
             )
-        return self._exchange.reduce(tensor, reduction)
-
-    @override
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: Any = 0, pad_first: bool = False) -> Any:
-        """Tensors ``[...]`` in any structure, padded along `dim` to the longest of all ranks."""
-        return tensor if self.num_processes == 1 else self._exchange.pad(tensor, dim, pad_index, first=pad_first)
+        if reduction not in ("sum", "mean", "max", "none"):
+            raise ConfigError(
+                "The reduction is unknown.", field="reduction", value=reduction, remedy="Use sum, mean, max or none."
+            )
+        if reduction == "none":  # which accelerate's own adds up
+            return replace_leaves(tensor, torch.clone, field="reduce")
+        return super().reduce(tensor, reduction)
 
     @override
     def wait_for_everyone(self) -> None:
