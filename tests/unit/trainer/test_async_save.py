@@ -81,16 +81,6 @@ def test_its_bytes_are_those_of_a_save_that_training_waited_for(
     assert gate.threads == ["trainflow-save-2", "trainflow-save-4", "trainflow-save-6"]
 
 
-def test_on_save_comes_after_the_commit_with_the_state_of_its_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    went_on, note = threading.Event(), Committed()
-    Gate(monkeypatch, until(went_on))
-    trainer(tmp_path, ROWS, callbacks=[note, At(4, went_on.set)], **{**ASYNC, "save_steps": 3}).train()
-    assert [saved for saved, _ in note.saved] == [3, 6]
-    assert note.saved[0][1] >= 4
-
-
 def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     order: list[str] = []

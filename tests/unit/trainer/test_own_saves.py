@@ -21,7 +21,6 @@ from trainer_lib.locks.claim import claim_folder
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, read_commit, verify_files
-from trainer_lib.trainer.checkpoints.checkpointing import Occupied, SavePlan
 
 ROWS = classification_rows(24)  # 6 steps of 4 in an epoch
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
@@ -312,12 +311,6 @@ def test_checkpoints_of_another_program_are_in_the_way_only_where_they_would_be_
         with pytest.raises(ConfigError, match="another program wrote"):
             one.train()
     assert theirs.read_bytes() == b"weeks of work"
-
-
-def test_plans_know_every_step_that_is_saved() -> None:
-    assert [step for step in range(12) if SavePlan(4, 10).includes(step) and step] == [4, 8, 10]
-    assert (SavePlan(0, 10).first, SavePlan(None, 10).first, SavePlan(500, 10).first) == (None, 1, 10)
-    assert not Occupied(newest=3).forbids(4)
 
 
 def test_an_earlier_runs_checkpoints_stay_after_a_resume(tmp_path: Path) -> None:
