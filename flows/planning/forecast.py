@@ -158,7 +158,7 @@ class Forecast:
         alone: samples of the micro-batch of one process alone.
         writers: ranks that write a part of FSDP's checkpoint; None: all.
         only_model: checkpoints have no optimizer state.
-        layout: copies, shards, and ranks of a tensor or expert group; None: the arguments have none.
+        layout: copies, shards, and ranks of a tensor group; None: the arguments have none.
         missing: sentences about what could not be found out, and what to do.
         error: what failed in the workers.
     """
@@ -267,7 +267,7 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
     found.alone = rows_at_a_time(args, data_parallel_size=1)
     found.writers, found.only_model = _fsdp_writers(args, launch), args.save_only_model
     if found.strategy == "layout" and (layout := read_layout(args)) is not None:
-        found.layout = layout.replicate, layout.shards, layout.parts
+        found.layout = layout.replicate, layout.shards, layout.tensor
     found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
     asked = ask(data)
     found.estimate, found.probe, found.error = asked.estimate, asked.probe, asked.error
@@ -283,7 +283,7 @@ def strategy_name(args: TrainingArguments, launch: LaunchConfig) -> str:
         from trainer_lib.arguments.configs.deepspeed_config import plan
 
         return f"zero-{plan(args).zero.get('stage', 0)}".replace("zero-0", "ddp")
-    if (layout := read_layout(args)) is not None and layout.shards * layout.parts > 1:
+    if (layout := read_layout(args)) is not None and layout.shards * layout.tensor > 1:
         return "layout"
     if args.fsdp:
         return "fsdp"

@@ -228,7 +228,7 @@ def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
 )
 def test_what_a_rank_of_a_layout_holds(layout: dict[str, Any], held: tuple[int, ...], written: tuple[int, int]) -> None:
     sizes = Layout(**layout)
-    parts = sizes.replicate, sizes.shards, sizes.parts
+    parts = sizes.replicate, sizes.shards, sizes.tensor
     rank = by_name(replace(SIZE, divided_bytes=320), 4, layout=parts)["layout"]
     assert (rank.parameters, rank.gradients, rank.optimizer, rank.exchange) == held
     assert (rank.checkpoint, rank.writers, rank.processes) == (*written, 4)

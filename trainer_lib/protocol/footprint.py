@@ -126,7 +126,7 @@ def footprints(
         bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
         writers: ranks that write a part of FSDP's checkpoint; None: all of them.
         only_model: checkpoints have no optimizer state.
-        layout: copies, shards, and ranks of a tensor or expert group of the spec's own.
+        layout: copies, shards, and ranks of a tensor group of the spec's own.
     """
     written = size.checkpoint_bytes(only_model=only_model)
     share = _divided_by(processes)
@@ -164,7 +164,7 @@ def footprints(
 def _of_layout(
     size: ModelSize, processes: int, layout: tuple[int, int, int], written: int | None, exchanged: int
 ) -> Footprint:
-    """The bytes of a rank of `layout`: copies, shards, tensor (or expert) ranks; `exchanged` by FSDP, of it whole."""
+    """The bytes of a rank of `layout`: copies, shards, tensor ranks; `exchanged` by FSDP, of it whole."""
     copies, shards, tensor = layout
     factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(size.parameter_bytes, 1)
     part = _divided_by(shards, factor)

@@ -123,10 +123,8 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
 def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
     """The parameters in layers that the layout divides. Raises ConfigError where they cannot be divided."""
     layout = read_layout(args)
-    if layout is None or layout.parts == 1:  # experts that are sent tokens are held as shards are
+    if layout is None or layout.tensor == 1:  # experts that are sent tokens are held as shards are
         return 0
-    if layout.expert > 1:
-        return sum(map(_bytes, _expert_parameters(model, layout.expert)))
     from trainer_lib.strategies.tensor.layers import plan_layers
 
     styles = plan_layers(model, layout.plan, layout.tensor)
@@ -136,7 +134,7 @@ def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
 
 def _expert_parameters(model: nn.Module, parts: int) -> list[nn.Parameter]:
     """The parameters of experts that are divided into `parts`. Raises ConfigError where they cannot be divided."""
-    from trainer_lib.strategies.tensor.experts import expert_parameters, plan_experts
+    from trainer_lib.strategies.tensor.tensor_strategy import expert_parameters, plan_experts
 
     experts = (expert_parameters(model.get_submodule(name)) for name in plan_experts(model, parts))
     return [param for own in experts for param in own.values()]

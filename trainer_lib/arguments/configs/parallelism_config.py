@@ -6,14 +6,13 @@
     replicate     dp_replicate_size                dp_replicate_size                 hold copies of the model
     shard         dp_shard_size                    fsdp_size                         hold rows of every parameter
     dispatch      -                                ep_size, a part of fsdp_size      hold experts, and are sent tokens
-    expert        -                                ep_size alone                     compute some experts of a mixture
     sequence      sp_size                          -                                 compute a part of all rows
     tensor        tp_size                          tp_size                           compute a part of every layer
     plan          -                                tp_plan                           the layers that `tensor` divides
 
 Ranks count the last dimension fastest, so processes that exchange most are neighbours. Samples are divided over
-`replicate` x `shard` x `dispatch` processes; those of one tensor, expert or sequence group see the same ones, whose
-number is the data rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own
+`replicate` x `shard` x `dispatch` processes; those of one tensor or sequence group see the same ones, whose number is
+the data rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own
 counts. Nothing here imports torch.
 """
 
@@ -32,7 +31,7 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
 
-DIMENSIONS = ("replicate", "shard", "dispatch", "expert", "sequence", "tensor")
+DIMENSIONS = ("replicate", "shard", "dispatch", "sequence", "tensor")
 "Names of the dimensions, the outermost first."
 DATA = ("replicate", "shard", "dispatch")
 "The dimensions along which processes train on different samples."
@@ -91,19 +90,20 @@ STYLES: Mapping[str, str] = {
 }
 _OLD_STYLES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _NAMES = {
-    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "expert", "dispatch", "plan")},
+    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "dispatch", "expert", "plan")},
     "dp_replicate_size": "replicate",
     "dp_shard_size": "shard",
     "fsdp_size": "shard",
     "tp_size": "tensor",
     "sp_size": "sequence",
-    "ep_size": "expert",
+    "ep_size": "dispatch",
     "tp_plan": "plan",
     "cp_size": "context",
     "pp_size": "pipeline",
 }
 _UNSERVED = {
     "context": ("There is no ring attention.", "Use sequence, which divides tokens, and heads in the attention."),
+    "expert": ("Experts are not divided among processes with the same samples.", "Use dispatch, which sends tokens."),
     "pipeline": ("Layers do not form a pipeline.", "Use tensor inside of a machine and shard across machines."),
 }
 # Of the peers' classes: what says how, and not how many.
@@ -134,7 +134,6 @@ _WITH_SEQUENCE = {
 _UNSERVED_WITH = {
     "sequence": _WITH_SEQUENCE,
     "dispatch": _WITH_EXPERT,
-    "expert": _WITH_EXPERT,
     "tensor": _WITH_TENSOR,
 }
 
@@ -171,7 +170,6 @@ class Layout:
     replicate: int = 1
     shard: int = 1
     dispatch: int = 1
-    expert: int = 1
     sequence: int = 1
     tensor: int = 1
     plan: Mapping[str, str] | None = None
@@ -185,12 +183,7 @@ class Layout:
     @property
     def processes(self) -> int:
         """The number of all processes."""
-        return self.data_size * self.sequence * self.parts
-
-    @property
-    def parts(self) -> int:
-        """The number of processes that compute parts of the same layers, for the same samples."""
-        return self.expert * self.tensor
+        return self.data_size * self.sequence * self.tensor
 
     @property
     def shards(self) -> int:
@@ -204,8 +197,6 @@ class Layout:
             sizes["shard"] = self.shard
         if self.dispatch > 1:
             sizes["dispatch"] = self.dispatch
-        if self.expert > 1:
-            sizes["expert"] = self.expert
         if self.sequence > 1:
             sizes["sequence"] = self.sequence
         return {**sizes, **({"tensor": self.tensor} if self.tensor > 1 or not sizes else {})}
@@ -249,15 +240,15 @@ def _read(field: str, given: Mapping[str, Any]) -> Layout:
 
 def _overlay_experts(values: dict[str, Any], field: str) -> None:
     """Read `ep_size` as transformers does: the experts are divided over a part of the processes of `fsdp_size`."""
-    shard, experts = values["shard"], values.pop("expert")
+    shard, experts = values["shard"], values["dispatch"]
     if shard % experts:
         raise ConfigError(
             f"The {shard} processes of fsdp_size cannot be grouped by {experts}.",
             field=f"{field}.ep_size",
             value=experts,
-            remedy=f"Give a divisor, or parallelism: {{shard: {shard}, expert: {experts}}} for groups with one batch.",
+            remedy="Give a divisor.",
         )
-    values["shard"], values["dispatch"] = shard // experts, experts
+    values["shard"] = shard // experts
 
 
 def _read_size(field: str, value: Any) -> int:
@@ -297,15 +288,14 @@ def check_layout(args: ArgumentGroups) -> None:
         raise ConfigError(
             f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
         )
-    divided = [name for name in ("dispatch", "expert", "tensor") if getattr(layout, name) > 1]
-    if len(divided) > 1:
+    if layout.dispatch > 1 and layout.tensor > 1:
         raise ConfigError(
-            "Experts are divided once, where all other layers are whole.",
-            field=f"{layout.field}.{divided[0] if layout.field == FIELD else 'ep_size'}",
-            value=getattr(layout, divided[0]),
-            remedy=f"Remove {divided[1]}, or give shard instead of it.",
+            "Experts are divided where all other layers are whole.",
+            field=f"{layout.field}.{'dispatch' if layout.field == FIELD else 'ep_size'}",
+            value=layout.dispatch,
+            remedy="Remove tensor, or give shard instead of it.",
         )
-    if layout.shards > 1 or layout.parts > 1:
+    if layout.shards > 1 or layout.tensor > 1:
         refuse_unshardable(args, layout.field)
     for size, unserved in _UNSERVED_WITH.items():
         if getattr(layout, size) > 1:
@@ -313,7 +303,7 @@ def check_layout(args: ArgumentGroups) -> None:
 
 
 def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, str]], args: ArgumentGroups) -> None:
-    for other in ("dispatch", "expert", "tensor") if size == "sequence" else ():
+    for other in ("dispatch", "tensor") if size == "sequence" else ():
         if getattr(layout, other) > 1:
             raise ConfigError(
                 f"This is not supported together with {other}.",
@@ -332,7 +322,7 @@ def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, st
 def settings_of(args: ArgumentGroups) -> FsdpSettings | None:
     """Return the settings of sharding: those of `fsdp`, with the mode that the sizes ask for; None without either."""
     layout, settings = read_layout(args), read_settings(args)
-    if layout is None or (layout.shards == layout.parts == 1 and settings is None):
+    if layout is None or (layout.shards == layout.tensor == 1 and settings is None):
         return settings
     kept = settings is not None and not settings.reshards
     mode = "no_shard" if layout.shards == 1 else "full_shard" if layout.replicate == 1 else "hybrid_shard"

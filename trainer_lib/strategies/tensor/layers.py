@@ -228,16 +228,6 @@ class _SummedGradient(torch.autograd.Function):
         return ctx.group.sum(gradients[0]), None
 
 
-def sum_outputs(part: Tensor, group: Group) -> Tensor:
-    """Return the sum over all processes of a tensor ``[...]``, whose gradient is whole on each. Collective."""
-    return _Sum.apply(part, group)  # type: ignore[no-untyped-call, no-any-return]
-
-
-def sum_gradients(whole: Tensor, group: Group) -> Tensor:
-    """Return a tensor ``[...]`` as it is; its gradient is summed over all processes. Collective in the backward."""
-    return _SummedGradient.apply(whole, group)  # type: ignore[no-untyped-call, no-any-return]
-
-
 def exchange(tensor: Tensor, change: Change, change_gradient: Change) -> Tensor:
     """Return a tensor ``[...]`` changed, and change its gradient on the way back, as they are exchanged in a group."""
     return _Exchange.apply(tensor, change, change_gradient)  # type: ignore[no-untyped-call, no-any-return]

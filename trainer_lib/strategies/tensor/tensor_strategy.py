@@ -2,17 +2,27 @@
 
 The tensor or expert dimension is the innermost of the mesh: layers are divided first, and `fully_shard` then divides
 the parts in rows, or copies them (a shard of one process), over the processes that train on different samples.
+
+An experts module of transformers holds parameters ``[experts, ...]``. They become `DTensor`s, of which a process holds
+the rows of its experts (transformers' `all_to_all`). Processes have other samples: every token is sent to the processes
+that hold its experts, and their outputs are sent back. No token is dropped. All other parameters are shards over the
+group.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
+import re
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
@@ -20,12 +30,15 @@ from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
-from trainer_lib.strategies.tensor.experts import dispatched_experts, divide_experts, plan_experts
-from trainer_lib.strategies.tensor.layers import Group, divide_layers, plan_layers
+from trainer_lib.strategies.tensor.layers import Change, Group, divide, divide_layers, exchange, plan_layers
 from trainer_lib.strategies.tensor.vocabulary import DividedLoss, find_divided_head
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
+
+_Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
+_EXPERTS = "parallelism.dispatch"
+_STYLE = "ep_dispatch_experts"
 
 
 class TensorStrategy(FsdpStrategy):
@@ -40,14 +53,13 @@ class TensorStrategy(FsdpStrategy):
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
         layout = read_layout(args)
         self._plan = None if layout is None else layout.plan
-        self._experts = "dispatch" if self.mesh.sizes["dispatch"] > 1 else "expert"
         self._by_mesh: GroupsByMesh | None = None
 
     @override
     def check_model(self, model: nn.Module) -> None:
         if not self.is_divided(model):
-            if self.mesh.sizes[self._experts] > 1:
-                plan_experts(model, self.mesh.sizes[self._experts])
+            if (parts := self.mesh.sizes["dispatch"]) > 1:
+                plan_experts(model, parts)
             else:
                 plan_layers(model, self._plan, self.mesh.sizes["tensor"])
             super().check_model(model)
@@ -59,9 +71,8 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def _divide_layers(self, model: nn.Module) -> None:
-        if (parts := self.mesh.sizes[self._experts]) > 1:
-            names = plan_experts(model, parts)
-            divide_experts(model, names, self.mesh.along(self._experts), sends=self._experts == "dispatch")
+        if (parts := self.mesh.sizes["dispatch"]) > 1:
+            divide_experts(model, plan_experts(model, parts), self.mesh.along("dispatch"))
             return
         styles = plan_layers(model, self._plan, self.mesh.sizes["tensor"])
         mesh = self.mesh.along("tensor")
@@ -76,7 +87,7 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def _units_of_shards(self, model: nn.Module) -> list[nn.Module]:
-        return dispatched_experts(model) if self._experts == "dispatch" else []
+        return dispatched_experts(model)
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -151,3 +162,116 @@ class GroupsByMesh:
             group.update({name: value for name, value in stepped.items() if name != "params"})
             number += max(1, len(self._parts.get(id(group), ())))
         optimizer.param_groups, self._groups = self._groups, None
+
+
+# -- experts ----------------------------------------------------------------------------------------------------------
+
+
+def plan_experts(model: nn.Module, parts: int) -> list[str]:
+    """Return the names of the modules whose experts are divided into `parts`.
+
+    Raises:
+        ConfigError: the model has none, or their number cannot be divided.
+    """
+    patterns = [
+        re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+        for pattern, style in (getattr(model, "ep_plan", None) or {}).items()
+        if style == _STYLE
+    ]
+    experts = {
+        name: module
+        for name, module in model.named_modules()
+        if any(pattern.fullmatch(name) for pattern in patterns) and hasattr(module, "_is_expert_parallel")
+    }
+    if not experts:
+        raise ConfigError(
+            f"The model {type(model).__name__} has no experts that can be divided (ep_plan).",
+            field=_EXPERTS,
+            value=parts,
+            remedy="Use shard, or a mixture model of transformers such as Mixtral or Qwen3-MoE.",
+        )
+    for module in experts.values():
+        number = int(module.num_experts)
+        if number % parts:
+            possible = next(size for size in range(parts, 0, -1) if number % size == 0)
+            raise ConfigError(
+                f"The model's {number} experts cannot be divided among {parts} processes.",
+                field=_EXPERTS,
+                value=parts,
+                remedy=f"Give {possible}.",
+            )
+    return list(experts)
+
+
+def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters ``[experts, ...]`` of an experts module that is whole."""
+    number = module.num_experts
+    own = module._parameters
+    return {name: param for name, param in own.items() if param is not None and param.ndim > 1 and len(param) == number}
+
+
+def divide_experts(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
+    """Divide the named modules of experts over a mesh of one dimension. No collective, as `divide_layers`."""
+    group = Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    for name in names:
+        module: Any = model.get_submodule(name)
+        for key, whole in expert_parameters(module).items():
+            module._parameters[key] = divide(whole, mesh, 0)
+        # What transformers' own division sets.
+        module.num_experts //= group.size
+        module._is_expert_parallel = True
+        module.__dict__["trainflow_dispatched"] = True
+        on_sent = functools.partial(_run_on_sent, module.forward, module, group)
+        module.forward = functools.wraps(module.forward)(on_sent)
+
+
+def dispatched_experts(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of experts that tokens are sent to."""
+    return [module for module in model.modules() if module.__dict__.get("trainflow_dispatched")]
+
+
+def _run_on_sent(run: _Forward, module: Any, group: Group, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+    """Send tokens ``[tokens, width]`` to their experts, and weigh the outputs that come back."""
+    experts = chosen.flatten()
+    order = experts.argsort(stable=True)
+    counts = torch.bincount(experts, minlength=group.size * module.num_experts).view(group.size, -1)
+    counts_here = torch.empty_like(counts)
+    dist.all_to_all_single(counts_here, counts, group=group.processes)
+    sent, received = torch.stack([counts.sum(1), counts_here.sum(1)]).tolist()
+    send, send_back = _send(group, sent, received), _send(group, received, sent)
+    rows = exchange(hidden[order // chosen.shape[1]], send, send_back)
+    local = torch.arange(module.num_experts, device=rows.device).repeat(group.size)
+    local = local.repeat_interleave(counts_here.flatten(), output_size=sum(received))
+    if not sum(received):  # kernels take no empty input, and the backward still takes part in the exchanges
+        rows, local = nn.functional.pad(rows, (0, 0, 0, 1)), local.new_zeros(1)
+    with _local_parameters(module, 1 / group.size):  # gradients are sums over the group, and a mean is wanted
+        output = run(rows, local[:, None], torch.ones_like(local[:, None], dtype=rows.dtype))
+    output = exchange(output[: sum(received)], send_back, send)
+    output = torch.empty_like(output).index_copy(0, order, output).view(*chosen.shape, -1)
+    return (output * weights[..., None].to(output.dtype)).sum(1)
+
+
+def _send(group: Group, sizes: list[int], received: list[int]) -> Change:
+    """Return the exchange of rows ``[sum(sizes), width]`` for ``[sum(received), width]``. Collective when called."""
+
+    def swap(rows: Tensor) -> Tensor:
+        swapped = rows.new_empty(sum(received), *rows.shape[1:])
+        dist.all_to_all_single(swapped, rows.contiguous(), received, sizes, group=group.processes)
+        return swapped
+
+    return swap
+
+
+@contextlib.contextmanager
+def _local_parameters(module: nn.Module, share: float) -> Iterator[None]:
+    """Let a module of experts have its part of its parameters as plain tensors, whose gradients `share` multiplies."""
+    own = module._parameters
+    parts = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own.items()}
+    module.__dict__["_parameters"] = {
+        name: None if param is None else exchange(param, lambda part: part.view_as(part), lambda grad: grad * share)
+        for name, param in parts.items()
+    }
+    try:
+        yield
+    finally:
+        module.__dict__["_parameters"] = own

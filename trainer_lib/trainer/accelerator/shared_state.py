@@ -29,7 +29,7 @@ ORIGINAL = "_trainflow_original"
 _OURS = "_trainflow_filled"
 #: accelerate's names of dimensions; those of experts are transformers'.
 _MESH_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "sequence": "sp", "tensor": "tp"}
-_MESH_NAMES |= {"dispatch": "ep", "expert": "ep"}
+_MESH_NAMES |= {"dispatch": "ep"}
 
 
 def distributed_type(world: World, strategy: Strategy) -> Any:
