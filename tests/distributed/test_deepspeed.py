@@ -25,7 +25,7 @@ from trainer_lib.arguments.configs import deepspeed_config as keys
 from trainer_lib.arguments.configs.deepspeed_config import adopt
 from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.strategies.deepspeed import zero_partitions
+from trainer_lib.strategies.deepspeed import zero_state
 from trainflow.flows.spec.spec import load_spec
 
 pytestmark = pytest.mark.needs("deepspeed")
@@ -460,8 +460,8 @@ def refused(folder: str) -> None:
     tested = "not one of the optimizers that DeepSpeed tests"
     refuse(tested, config={"zero_allow_untested_optimizer": False}, optim="sgd")
     refuse("cycle_min", config={"scheduler": {"type": "OneCycle", "params": {"cycle_min": 1}}})
-    lacking = (*zero_partitions._STAGES_1_2, "what_it_has_not")
-    pytest.MonkeyPatch().setattr(zero_partitions, "_STAGES_1_2", lacking)  # this process ends with the test
+    lacking = (*zero_state._STAGES_1_2, "what_it_has_not")
+    pytest.MonkeyPatch().setattr(zero_state, "_STAGES_1_2", lacking)  # this process ends with the test
     refuse("it lacks what_it_has_not", "deepspeed==0.19.8")
 
 

@@ -215,6 +215,27 @@ def _alike(gradients: list[torch.Tensor]) -> bool:
     )
 
 
+def require_trainable(model: nn.Module) -> None:
+    """Raise ConfigError for a model without a parameter that requires a gradient."""
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "No parameter of the model requires a gradient.",
+            field="model",
+            value=type(model).__name__,
+            remedy="Unfreeze what is to be trained.",
+        )
+
+
+def cannot_predict_alone(argument: str, value: object) -> ConfigError:
+    """Return the error for a process that is to predict by itself with a model that an argument divides."""
+    return ConfigError(
+        "The model is divided over the processes, so none of them can predict by itself.",
+        field=argument,
+        value=value,
+        remedy=f"Use predict(), or load the saved model into a Trainer without {argument}.",
+    )
+
+
 def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[str]) -> None:
     """Raise ConfigError when a checkpoint's names or shapes are not the model's."""
     for problem, found in (("lacks", missing), ("has unknown", unexpected), ("has another shape for", reshaped)):

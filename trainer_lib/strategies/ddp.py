@@ -17,7 +17,7 @@ from typing_extensions import override
 from trainer_lib.distributed import xla
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.strategies.base import Strategy
+from trainer_lib.strategies.base import Strategy, require_trainable
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -49,13 +49,7 @@ class DdpStrategy(Strategy):
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
         """Wrap the model in DistributedDataParallel, which copies the parameters and buffers of rank 0 to all ranks."""
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ConfigError(
-                "No parameter of the model requires a gradient.",
-                field="model",
-                value=type(model).__name__,
-                remedy="Unfreeze what is to be trained.",
-            )
+        require_trainable(model)
         # torch warns once when the search finds nothing; the search was our choice, so the user cannot act on it.
         warnings.filterwarnings("ignore", message="find_unused_parameters=True was specified")
         # torch wants None for a module on the CPU.

@@ -26,7 +26,7 @@ from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.strategies.base import Strategy
+from trainer_lib.strategies.base import Strategy, cannot_predict_alone
 from trainer_lib.strategies.ddp import DdpStrategy
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 from trainer_lib.strategies.tensor.layers import PartStreams, exchange
@@ -78,12 +78,7 @@ class _DividesTokens(Strategy):
     @override
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
         if alone and "trainflow_tokens" in self.unwrap(model).__dict__:
-            raise ConfigError(
-                "The processes compute parts of the tokens, so none of them can predict by itself.",
-                field="parallelism",
-                value=self.mesh.describe(),
-                remedy="Use predict(), or load the saved model into a Trainer without parallelism.",
-            )
+            raise cannot_predict_alone("parallelism", self.mesh.describe())
         inner = super().inference_model(model, alone=alone)
         if not alone:
             self._divide(self.unwrap(inner))

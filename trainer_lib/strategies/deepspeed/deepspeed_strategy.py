@@ -9,7 +9,7 @@ The Trainer keeps its loop, and calls DeepSpeed in this order::
     backward        of the engine, with our weight in place of its division by the accumulation steps
     clip_grad_norm  the norm of all gradients, by which the engine scales inside its step
     step            of the engine, which skips gradients that are not finite, in every number format
-    state           `zero_partitions`, parameter by parameter; never DeepSpeed's pickled checkpoints
+    state           `zero_state`, parameter by parameter; never DeepSpeed's pickled checkpoints
 
 Tested with DeepSpeed 0.19.8. Only this file imports the package, inside functions, because an import takes seconds.
 """
@@ -23,12 +23,13 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.arguments import TrainingArguments
@@ -39,10 +40,15 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import Precision
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
 from trainer_lib.secrets import mask_value
+from trainer_lib.strategies.base import Strategy, cannot_predict_alone, match_names
 from trainer_lib.strategies.deepspeed import zero_config
-from trainer_lib.strategies.deepspeed.zero_optimizer import ZeroOptimizer
-from trainer_lib.strategies.deepspeed.zero_partitions import Partitions, StagesOneTwo, StageThree, missing_names
-from trainer_lib.strategies.deepspeed.zero_weights import ZeroWeights
+from trainer_lib.strategies.deepspeed.zero_state import (
+    Partitions,
+    StagesOneTwo,
+    StageThree,
+    ZeroOptimizer,
+    missing_names,
+)
 
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
@@ -87,8 +93,12 @@ _log = logging.getLogger(__name__)
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-class DeepSpeedStrategy(ZeroWeights):
-    """A model trained by DeepSpeed's engine."""
+class DeepSpeedStrategy(Strategy):
+    """A model trained by DeepSpeed's engine.
+
+    With bf16 or fp16 the model computes with copies in that format; the masters are what is saved. Weights are gathered
+    one by one to be saved, and loaded part by part.
+    """
 
     name = "deepspeed"
     places_model = True
@@ -96,16 +106,21 @@ class DeepSpeedStrategy(ZeroWeights):
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
         self.plan: ZeroPlan = plan(args, data_parallel_size=comm.data_parallel.size)
+        super().__init__(device, comm)
         # The processes that write files; the others need not hold whole tensors.
-        keeps = comm.rank == 0 or (args.save_on_each_node and comm.local_rank == 0)
-        super().__init__(device, comm, keeps=keeps, mixed=self.plan.precision != "fp32")
+        self._keeps = comm.rank == 0 or (args.save_on_each_node and comm.local_rank == 0)
+        self._mixed = self.plan.precision != "fp32"  # whether the masters are separate tensors
+        self._partitions: Partitions | None = None
+        self._trained: set[int] = set()
+        self._given_dtypes: dict[int, torch.dtype] = {}
+        self._masters: dict[str, Tensor] = {}
         self.forward_communicates = self.plan.stage == 3
         self.plugins = {"deepspeed_plugin": ZeroPlugin(self.plan, lambda: self._config(None))}
         self._args = args
         self._engine: Any = None
         self._inference: Any = None
         self._hf_config: Any = None
-        self._buffers: list[torch.Tensor] = []
+        self._buffers: list[Tensor] = []
         distributed.form_alone(device)
         self._deepspeed = _start(device, self.plan)
         self._gathering = self._deepspeed.zero.GatheredParameters
@@ -293,12 +308,7 @@ class DeepSpeedStrategy(ZeroWeights):
         if self.plan.stage < 3:
             return inner.to(self.device)
         if alone:
-            raise ConfigError(
-                "The model is sharded over the processes, so none of them can predict by itself.",
-                field="deepspeed.zero_optimization.stage",
-                value=3,
-                remedy="Use predict(), or load the saved model into a Trainer without deepspeed.",
-            )
+            raise cannot_predict_alone("deepspeed", "stage 3")
         if self._engine is None and self._inference is None:
             self._inference = self._initialize(inner, None)
             self._cast_inputs(inner)
@@ -325,13 +335,13 @@ class DeepSpeedStrategy(ZeroWeights):
         return self._collecting()
 
     @override
-    def backward(self, loss: torch.Tensor, gradient: torch.Tensor | None = None) -> None:
+    def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Run the engine's backward. It takes no gradient, so `loss` is multiplied by `gradient` first."""
         # Not divided by the accumulation: the Trainer has weighted the micro-batch already.
         self._running().backward(loss if gradient is None else loss * gradient, scale_wrt_gas=False)
 
     @override
-    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> torch.Tensor:
+    def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
         """Return the norm of all gradients. The engine scales them to `max_norm` in the step that follows."""
         partitions = self._parts()
         partitions.zero.clip_grad = float(max_norm or 0.0)
@@ -348,6 +358,78 @@ class DeepSpeedStrategy(ZeroWeights):
     def numel(self, parameter: nn.Parameter) -> int:
         """Return the number of elements of the whole parameter: a sharded one is empty between its layer's turns."""
         return int(getattr(parameter, "ds_numel", parameter.numel()))
+
+    # -- weights, out --------------------------------------------------------------------------------------------------
+
+    @override
+    def local_state(self, model: nn.Module) -> dict[str, Tensor]:
+        """Return the parameters and persistent buffers themselves, by name; a sharded one is empty, shape `[0]`."""
+        state = self.unwrap(model).state_dict(keep_vars=True)
+        return {name: value for name, value in state.items() if isinstance(value, Tensor)}
+
+    @override
+    def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors that are gathered to the first rank when read, in the number formats of the given model."""
+        return _Gathered(tensors, lambda part: self._whole(part).to(self._given_dtypes.get(id(part), part.dtype)))
+
+    @override
+    def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return tensors that are gathered to the first rank when read, at the masters' precision. Collective."""
+        return dict(_Gathered(tensors, self._whole))
+
+    def _whole(self, value: Tensor) -> Tensor:
+        divided = hasattr(value, "ds_id")  # DeepSpeed marks the parameters that it shards
+        # The masters have more bits than the tensors that the model computes with.
+        if id(value) in self._trained and (divided or self._mixed):
+            return _detach(self._parts().gather_whole(value), self._keeps)  # type: ignore[arg-type]
+        if divided:
+            with self._gathering([value]):
+                return _detach(value, self._keeps)
+        return value.detach()
+
+    # -- weights, in ---------------------------------------------------------------------------------------------------
+
+    @override
+    def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
+        """Copy `state` into model and masters; a tied weight may be given under one of its names only. Collective."""
+        own = self.local_state(model)
+        known = match_names(own, state, keep, _shape)
+        self._masters = {}
+        for first, name in known.items():
+            value = state[name]
+            self._load(own[first], value)
+            if self._partitions is not None and id(own[first]) in self._trained:
+                self._partitions.store_part(own[first], value)  # type: ignore[arg-type]
+            elif self._mixed and isinstance(own[first], nn.Parameter):
+                self._masters[first] = value  # until there is an optimizer to hold it
+        if self._partitions is not None:
+            self._partitions.refresh_model()
+
+    def _load(self, target: Tensor, value: Tensor) -> None:
+        with torch.no_grad():
+            if not hasattr(target, "ds_id"):
+                target.copy_(value)
+            elif id(target) not in self._trained:
+                # At the end of the block DeepSpeed sends rank 0's values to the other shards.
+                with self._gathering([target], modifier_rank=0):
+                    if self.comm.rank == 0:
+                        target.copy_(value)
+
+    def _take_masters(self, model: nn.Module) -> None:
+        """Copy weights that were loaded before the masters existed into the masters, at full precision. Collective."""
+        kept, self._masters = self._masters, {}
+        if not kept:
+            return
+        partitions = self._parts()
+        for name, param in model.named_parameters():
+            if id(param) in self._trained and name in kept:
+                partitions.store_part(param, kept[name])
+        partitions.refresh_model()
+
+    def _parts(self) -> Partitions:
+        if self._partitions is None:
+            raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
+        return self._partitions
 
     # -- what it is ----------------------------------------------------------------------------------------------------
 
@@ -369,6 +451,39 @@ class DeepSpeedStrategy(ZeroWeights):
         if self._engine is None:
             raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
         return self._engine
+
+
+class _Gathered(Mapping[str, Tensor]):
+    """Tensors that are gathered when they are read; tied names give one tensor, gathered once."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
+        self._tensors, self._make = tensors, whole
+        self._ties = Counter(id(tensor) for tensor in tensors.values())
+        self._tied: dict[int, Tensor] = {}
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor = self._tensors[name]
+        if id(tensor) not in self._tied:
+            made = self._make(tensor)
+            if self._ties[id(tensor)] == 1:
+                return made
+            self._tied[id(tensor)] = made
+        return self._tied[id(tensor)]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+
+def _shape(value: Tensor) -> tuple[int, ...]:
+    return tuple(getattr(value, "ds_shape", value.shape))
+
+
+def _detach(value: Tensor, keeps: bool) -> Tensor:
+    detached = value.detach()
+    return detached.to("cpu", copy=True) if keeps else torch.empty_like(detached, device="meta")
 
 
 def create_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:
@@ -436,7 +551,7 @@ def _on_cpu() -> Iterator[None]:
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):
         return {name: _cast(inner, dtype) for name, inner in value.items()}

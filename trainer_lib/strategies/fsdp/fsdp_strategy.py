@@ -46,7 +46,7 @@ from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.mesh import Mesh
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.strategies.base import Strategy, match_names
+from trainer_lib.strategies.base import Strategy, cannot_predict_alone, match_names, require_trainable
 from trainer_lib.strategies.fsdp.units import find_ignored, find_units
 from trainer_lib.strategies.recomputation import Recomputation, wrap_forward
 
@@ -238,13 +238,7 @@ class FsdpStrategy(Strategy):
         # An earlier Trainer may have sharded the model already.
         if self.is_divided(inner):
             return model
-        if not any(parameter.requires_grad for parameter in inner.parameters()):
-            raise ConfigError(
-                "No parameter of the model requires a gradient.",
-                field="model",
-                value=type(inner).__name__,
-                remedy="Unfreeze what is to be trained.",
-            )
+        require_trainable(inner)
         self._shard(inner)
         return model
 
@@ -389,12 +383,7 @@ class FsdpStrategy(Strategy):
         if not alone:
             return self.setup_model(model)
         if self.is_divided(inner):
-            raise ConfigError(
-                "The model is sharded over the processes, so none of them can predict by itself.",
-                field="fsdp",
-                value=self.settings.mode,
-                remedy="Use predict(), or load the saved model into a Trainer without fsdp.",
-            )
+            raise cannot_predict_alone("fsdp", self.settings.mode)
         return inner.to(self.device)
 
     @override

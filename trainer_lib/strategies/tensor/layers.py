@@ -207,27 +207,6 @@ class Group(NamedTuple):
         return total
 
 
-class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group) -> Tensor:
-        return group.sum(part)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
-
-
-class _SummedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return whole.view_as(whole)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.sum(gradients[0]), None
-
-
 def exchange(tensor: Tensor, change: Change, change_gradient: Change) -> Tensor:
     """Return a tensor ``[...]`` changed, and change its gradient on the way back, as they are exchanged in a group."""
     return _Exchange.apply(tensor, change, change_gradient)  # type: ignore[no-untyped-call, no-any-return]
@@ -244,32 +223,26 @@ class _Exchange(torch.autograd.Function):
         return ctx.change_gradient(gradients[0]), None, None
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, group: Group, features: int) -> Tensor:
-        ctx.group = group
-        return group.gather(part, features)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.group.part(gradients[0]), None, None
+def _sum(part: Tensor, group: Group) -> Tensor:
+    """Return the sum over all processes, whose gradient is whole on all of them. Collective."""
+    return exchange(part, group.sum, _unchanged)
 
 
-class _Part(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, whole: Tensor, group: Group) -> Tensor:
-        ctx.group, ctx.features = group, whole.shape[-1]
-        return group.part(whole)
+def _with_summed_gradient(whole: Tensor, group: Group) -> Tensor:
+    """Return a tensor as it is; its gradient is summed over all processes. Collective in the backward."""
+    return exchange(whole, _unchanged, group.sum)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return ctx.group.gather(gradients[0], ctx.features), None
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor.view_as(tensor)
 
 
 def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
     """Run the layer's own forward on this process's part of its weights, and exchange what its style asks for."""
     forward: Any = layer.forward
-    features = getattr(layer, "out_features", getattr(layer, "embedding_dim", 0))
+    gather = functools.partial(
+        group.gather, features=getattr(layer, "out_features", getattr(layer, "embedding_dim", 0))
+    )
     first, rows = 0, 0
     if style == "embedding_rowwise" and isinstance(layer, nn.Embedding):
         step = -(-layer.num_embeddings // group.size)
@@ -286,9 +259,9 @@ def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
         if style in _SUMS:
             bias, parts["bias"] = parts.get("bias"), None
         if style.startswith("colwise"):
-            given = _SummedGradient.apply(given, group)  # type: ignore[no-untyped-call]
+            given = _with_summed_gradient(given, group)
         elif style == "rowwise_split_input":
-            given = _Part.apply(given, group)  # type: ignore[no-untyped-call]
+            given = exchange(given, group.part, functools.partial(group.gather, features=given.shape[-1]))
         elif style == "embedding_rowwise":
             absent = (given < first) | (given >= first + rows)
             given = (given - first).masked_fill(absent, 0)
@@ -300,9 +273,9 @@ def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
         if absent is not None:
             output = output.masked_fill(absent.unsqueeze(-1), 0)
         if style in _SUMS:
-            output = _Sum.apply(output, group)  # type: ignore[no-untyped-call]
+            output = _sum(output, group)
         elif style != "colwise" and not layer.__dict__.get("keeps_part"):
-            output = _Gather.apply(output, group, features)  # type: ignore[no-untyped-call]
+            output = exchange(output, gather, group.part)
         return output if bias is None else output + bias  # type: ignore[no-any-return]
 
     layer.forward = on_part
@@ -318,7 +291,7 @@ def _sum_gradients(layer: nn.Module, group: Group) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         layer.__dict__["_parameters"] = {
-            name: param if param is None or not param.requires_grad else _SummedGradient.apply(param, group)  # type: ignore[no-untyped-call]
+            name: param if param is None or not param.requires_grad else _with_summed_gradient(param, group)
             for name, param in own.items()
         }
         try:

@@ -29,6 +29,7 @@ from typing_extensions import override
 from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
+from trainer_lib.strategies.base import cannot_predict_alone
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
 from trainer_lib.strategies.tensor.layers import Change, Group, divide, divide_layers, exchange, plan_layers
 from trainer_lib.strategies.tensor.vocabulary import DividedLoss, find_divided_head
@@ -109,12 +110,7 @@ class TensorStrategy(FsdpStrategy):
     @override
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
         if alone and self.is_divided(self.unwrap(model)):
-            raise ConfigError(
-                "The model's layers are divided over the processes, so none of them can predict by itself.",
-                field="parallelism",
-                value=self.mesh.describe(),
-                remedy="Use predict(), or load the saved model into a Trainer without parallelism.",
-            )
+            raise cannot_predict_alone("parallelism", self.mesh.describe())
         return super().inference_model(model, alone=alone)
 
     @override
@@ -268,7 +264,9 @@ def _local_parameters(module: nn.Module, share: float) -> Iterator[None]:
     own = module._parameters
     parts = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own.items()}
     module.__dict__["_parameters"] = {
-        name: None if param is None else exchange(param, lambda part: part.view_as(part), lambda grad: grad * share)
+        name: None
+        if param is None
+        else exchange(param, lambda part: part.view_as(part), lambda grad: grad * share)
         for name, param in parts.items()
     }
     try:
