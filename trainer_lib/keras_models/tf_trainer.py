@@ -21,8 +21,16 @@ from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, has_length
 from trainer_lib.errors import CodeError
 from trainer_lib.evaluation import nested
 from trainer_lib.keras_models import keras_backend
-from trainer_lib.keras_models.keras_backend import KerasOptimizer, KerasSchedule, placed_on, refusal
-from trainer_lib.keras_models.pairs import Batch, PairCollator, Stream, as_dataset
+from trainer_lib.keras_models.keras_backend import (
+    Batch,
+    KerasOptimizer,
+    KerasSchedule,
+    PairCollator,
+    Stream,
+    as_dataset,
+    placed_on,
+    refusal,
+)
 from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.model.forward import logits_of

@@ -264,9 +264,7 @@ def _local_parameters(module: nn.Module, share: float) -> Iterator[None]:
     own = module._parameters
     parts = {name: param.to_local() if isinstance(param, DTensor) else param for name, param in own.items()}
     module.__dict__["_parameters"] = {
-        name: None
-        if param is None
-        else exchange(param, lambda part: part.view_as(part), lambda grad: grad * share)
+        name: None if param is None else exchange(param, lambda part: part.view_as(part), lambda grad: grad * share)
         for name, param in parts.items()
     }
     try:
