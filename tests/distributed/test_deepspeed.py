@@ -355,11 +355,14 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 def in_one_group(folder: str) -> dict[str, Any]:
     built(f"{folder}/built")
-    return {
+    found = {
         "members": members(f"{folder}/members"),
         "rates": rates(f"{folder}/rates"),
         "exchanges": exchanges(f"{folder}/exchanges"),
+        "keys": keys_of_the_library(),
     }
+    refused(f"{folder}/refused")
+    return found
 
 
 def test_schedules_of_deepspeeds_go_on_where_they_stopped(together: list[dict[str, Any]]) -> None:
@@ -461,12 +464,8 @@ def refused(folder: str) -> None:
     refuse(tested, config={"zero_allow_untested_optimizer": False}, optim="sgd")
     refuse("cycle_min", config={"scheduler": {"type": "OneCycle", "params": {"cycle_min": 1}}})
     lacking = (*zero_state._STAGES_1_2, "what_it_has_not")
-    pytest.MonkeyPatch().setattr(zero_state, "_STAGES_1_2", lacking)  # this process ends with the test
+    pytest.MonkeyPatch().setattr(zero_state, "_STAGES_1_2", lacking)  # this process ends with it
     refuse("it lacks what_it_has_not", "deepspeed==0.19.8")
-
-
-def test_what_only_shows_later_is_refused_by_name(tmp_path: Path) -> None:
-    run_distributed(refused, 2, str(tmp_path))
 
 
 def members(folder: str) -> dict[str, Any]:
@@ -492,7 +491,7 @@ def members(folder: str) -> dict[str, Any]:
 
 
 def test_members_tell_what_trains(together: list[dict[str, Any]]) -> None:
-    """The ranks assert the rest, and that a model is divided while it is built."""
+    """The ranks assert the rest, that a model is divided while it is built, and what is refused by name."""
     for rank in together:
         assert rank["members"] == {
             "deepspeed": True,
@@ -546,7 +545,7 @@ def keys_of_the_library() -> set[str]:
     return {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
 
 
-def test_every_key_of_the_installed_version_is_decided_on() -> None:
+def test_every_key_of_the_installed_version_is_decided_on(together: list[dict[str, Any]]) -> None:
     """A key that DeepSpeed gains has to be mapped, passed or refused here."""
     decided = {*keys.ZERO_MAPPED, *keys.OFFLOADS, *keys.ZERO_AUTO, *keys.ZERO_ALWAYS_ON, *keys.ZERO_PASSED}
-    assert run_distributed(keys_of_the_library, 1)[0] - decided - keys.ZERO_REFUSED.keys() == set()
+    assert together[0]["keys"] - decided - keys.ZERO_REFUSED.keys() == set()

@@ -41,6 +41,7 @@ CASES: dict[str, dict[str, Any]] = {
     "tied": {"tied": True},
     "bf16": {"bf16": True},
     "own loss": {"cls": ReadsLogits},
+    "in shards": {"label_smoothing_factor": 0.1, "shard": 2},
 }
 
 
@@ -58,11 +59,14 @@ class LastSizes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return made
 
 
-def trained(folder: str, cases: dict[str, dict[str, Any]], sizes: dict[str, int]) -> dict[str, Any]:
+def trained(folder: str, is_divided: bool) -> dict[str, Any]:
     """Losses, norms and evaluations; whether logits were whole in training and evaluation, without and with metrics."""
     results = {}
-    for number, (name, given) in enumerate(cases.items()):
-        settings = {**RAGGED, **given, "parallelism": sizes or None}
+    for number, (name, given) in enumerate(CASES.items()):
+        settings = {**RAGGED, **given}
+        shard = settings.pop("shard", 1)
+        if is_divided:
+            settings["parallelism"] = {"shard": shard, "tensor": 4 // shard}
         model = llama(**HEADS, vocab_size=CLASSES, tie_word_embeddings=settings.pop("tied", False))
         one = trainer(f"{folder}/{number}", lm_rows(22), model=model, **settings)
         with LastSizes() as training:
@@ -82,13 +86,11 @@ def trained(folder: str, cases: dict[str, dict[str, Any]], sizes: dict[str, int]
 
 
 def test_no_process_has_the_logits_of_all_classes_unless_they_are_read(tmp_path: Path) -> None:
-    expected = trained(str(tmp_path / "alone"), CASES, {})
+    expected = trained(str(tmp_path / "alone"), False)
     with loaded("transformers.models.llama.modeling_llama"):
-        for sizes in ({"tensor": 4}, {"shard": 2, "tensor": 2}):
-            some = CASES if sizes == {"tensor": 4} else {"smoothed": CASES["smoothed"]}
-            for results in run_distributed(trained, 4, str(tmp_path / str(sizes)), some, sizes, timeout_s=180):
-                for name, one in results.items():
-                    digits = 0.02 if name == "bf16" else 2e-6
-                    for series in ("losses", "norms", "evaluated"):
-                        assert one[series] == pytest.approx(expected[name][series], rel=digits), (name, series)
-                    assert one["has_all_classes"] == [name == "own loss", name == "own loss", True], name
+        ranks = run_distributed(trained, 4, str(tmp_path / "ranks"), True, timeout_s=180)
+    for name, one in ((name, one) for results in ranks for name, one in results.items()):
+        for series in ("losses", "norms", "evaluated"):
+            digits = 0.02 if name == "bf16" else 2e-6
+            assert one[series] == pytest.approx(expected[name][series], rel=digits), (name, series)
+        assert one["has_all_classes"] == [name == "own loss", name == "own loss", True], name

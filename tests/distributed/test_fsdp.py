@@ -135,14 +135,20 @@ TWO: dict[str, dict[str, Any]] = {
 
 
 def of_two(folder: str) -> dict[str, Any]:
-    modes = several(f"{folder}/modes", TWO)
-    return {"modes": modes, "own": divided(f"{folder}/own"), "measured": both(f"{folder}/both")}
+    return {
+        "folder": Path(folder),
+        "modes": several(f"{folder}/modes", TWO),
+        "own": divided(f"{folder}/own"),
+        "measured": both(f"{folder}/both"),
+        "saved": saving(f"{folder}/saved"),
+        "went on": damaged(f"{folder}/damaged"),
+    }
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What two ranks find in one group: forming it takes longer than most trainings."""
-    return run_distributed(of_two, 2, str(tmp_path_factory.mktemp("two")), timeout_s=150)
+    return run_distributed(of_two, 2, str(tmp_path_factory.mktemp("two")), timeout_s=180)
 
 
 def test_each_mode_trains_like_one_process(alone: dict[str, Any], two: list[dict[str, Any]]) -> None:
@@ -476,10 +482,10 @@ def saving(folder: str) -> dict[str, Any]:
     return {name: value.clone() for name, value in whole.items() if not value.is_meta}
 
 
-def test_how_a_checkpoint_is_written_is_asked_at_each_save(tmp_path: Path) -> None:
-    weights, none = run_distributed(saving, 2, str(tmp_path))
+def test_how_a_checkpoint_is_written_is_asked_at_each_save(two: list[dict[str, Any]]) -> None:
+    (weights, none), folder = (rank["saved"] for rank in two), two[0]["folder"] / "saved"
     assert none == {}
-    first, last = tmp_path / "checkpoint-1", tmp_path / "checkpoint-3"
+    first, last = folder / "checkpoint-1", folder / "checkpoint-3"
     assert sorted(path.name for path in (first / "shards").iterdir()) == [
         "rank-00000.safetensors",
         "rank-00001.safetensors",
@@ -489,21 +495,14 @@ def test_how_a_checkpoint_is_written_is_asked_at_each_save(tmp_path: Path) -> No
         rows = load_file(first / "shards" / f"rank-{rank:05d}.safetensors")
         assert rows["model/head.weight"].shape[0] == (6, 5)[rank]
     assert not (last / "shards").exists()
-    for file in (last / "model.safetensors", tmp_path / "model" / "model.safetensors"):
+    for file in (last / "model.safetensors", folder / "model" / "model.safetensors"):
         assert load_file(file).keys() == weights.keys()
         assert all(torch.equal(value, weights[name]) for name, value in load_file(file).items())
-    store = Store.open(str(tmp_path))
+    store = Store.open(str(folder))
     assert [verify_files(store.child(info.name), info.commit) for info in list_checkpoints(store)] == [[], [], []]
     by_parts = load_checkpoint(store, "checkpoint-2", SingleProcess())
     assert not by_parts.is_sharded
     assert load_checkpoint(store, "checkpoint-1", SingleProcess()).is_sharded
-
-
-@pytest.fixture(scope="module")
-def sharded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("sharded")
-    run_distributed(part, 2, str(folder), 2, SHARDED)
-    return folder / "checkpoint-2"
 
 
 def change_byte(checkpoint: Path, place: int) -> None:
@@ -513,9 +512,9 @@ def change_byte(checkpoint: Path, place: int) -> None:
     file.write_bytes(data)
 
 
-def test_rows_are_compared_with_their_digests(sharded: Path, tmp_path: Path) -> None:
+def test_rows_are_compared_with_their_digests(two: list[dict[str, Any]], tmp_path: Path) -> None:
     """Bytes that were changed so that sizes stay are found when they are read."""
-    shutil.copytree(sharded, tmp_path / "checkpoint-2")
+    shutil.copytree(two[0]["folder"] / "damaged" / "checkpoint-2", tmp_path / "checkpoint-2")
     change_byte(tmp_path / "checkpoint-2", -3)
     loaded = load_checkpoint(Store.open(str(tmp_path)), "checkpoint-2", SingleProcess())
     with pytest.raises(DamagedError, match=r"rank-00001\.safetensors"):
@@ -538,5 +537,5 @@ def damaged(folder: str) -> list[int]:
     return [entry["step"] for entry in second.state.log_history if "loss" in entry]
 
 
-def test_a_damaged_part_leads_back_to_the_checkpoint_before(tmp_path: Path) -> None:
-    assert run_distributed(damaged, 2, str(tmp_path)) == [[3, 4], [3, 4]]
+def test_a_damaged_part_leads_back_to_the_checkpoint_before(two: list[dict[str, Any]]) -> None:
+    assert [rank["went on"] for rank in two] == [[3, 4], [3, 4]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,6 @@ ROWS = lm_rows(22)
 RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
 LAYOUTS: dict[str, dict[str, int]] = {
-    "tensor 2": {"tensor": 2},
     "tensor 4": {"tensor": 4},
     "replicas": {"replicate": 4},
     "replicas of tensor": {"replicate": 2, "tensor": 2},
@@ -204,19 +203,14 @@ def close(one: dict[str, Any], alone: dict[str, Any]) -> None:
 COUNTED: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    return trained(str(tmp_path_factory.mktemp("alone")), **COUNTED)
-
-
-def test_layouts_have_the_losses_and_weights_of_one_process(tmp_path: Path, alone: dict[str, Any]) -> None:
-    cases = {name: {"layout": sizes, **COUNTED} for name, sizes in LAYOUTS.items() if name != "tensor 2"}
+def test_layouts_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
+    alone = trained(str(tmp_path / "alone"), **COUNTED)
+    cases = {name: {"layout": sizes, **COUNTED} for name, sizes in LAYOUTS.items()}
     ranks = run_distributed(several, 4, str(tmp_path / "four"), cases, timeout_s=180)
-    ranks += run_distributed(several, 2, str(tmp_path / "two"), {"tensor 2": {"layout": {"tensor": 2}, **COUNTED}})
     for results in ranks:
         for one in results.values():
             close(one, alone)
-    assert all((rank["tensor 4"]["predicted"] is None) == (number > 0) for number, rank in enumerate(ranks[:4]))
+    assert all((rank["tensor 4"]["predicted"] is None) == (number > 0) for number, rank in enumerate(ranks))
     first = ranks[0]
     whole = first["replicas"]["bytes"][1]
     held = [first[name]["bytes"][0] for name in ("tensor 4", "shards of tensor")]
@@ -232,6 +226,7 @@ def test_layouts_have_the_losses_and_weights_of_one_process(tmp_path: Path, alon
 def test_what_a_training_asks_for_is_served_in_divided_layers(tmp_path: Path) -> None:
     more: dict[str, dict[str, Any]] = {
         **ASKED,
+        "counted": COUNTED,
         "own loss": {"cls": OwnLoss},
         "tied": {"model": "qwen"},
         "network": {"model": "own"},
@@ -345,28 +340,22 @@ DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
 
 
 def test_divided_tokens_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
-    check_divided_tokens(tmp_path / "two", 2, DIVIDED_TOKENS, [{"sequence": 2}])
-    layouts = [{"shard": 2, "sequence": 2}, {"replicate": 2, "sequence": 2}, {"sequence": 4}]
-    check_divided_tokens(tmp_path / "four", 4, ("one head of keys", "own loss"), layouts)
-
-
-def test_divided_tokens_in_shards_have_them_whatever_a_training_asks_for(tmp_path: Path) -> None:
-    check_divided_tokens(tmp_path, 4, DIVIDED_TOKENS, [{"shard": 2, "sequence": 2}])
-
-
-def check_divided_tokens(folder: Path, world: int, names: Iterable[str], layouts: list[dict[str, int]]) -> None:
-    """Train cases of `DIVIDED_TOKENS` on one process, and in one group in all of the layouts."""
-    some = {name: DIVIDED_TOKENS[name] for name in names}
-    expected = several(str(folder / "alone"), some)
-    pairs = [(name, sizes) for name in some for sizes in layouts]
-    cases = {f"{name} in {sizes}": {**some[name], "layout": sizes} for name, sizes in pairs}
-    for results in run_distributed(several, world, str(folder / "divided"), cases, timeout_s=180):
-        for (name, sizes), one in zip(pairs, results.values(), strict=True):
-            close(one, expected[name])
-            shards = {"fsdp": "full_shard"} if "shard" in sizes else {}
-            assert one["described"] == {"strategy": "sequence", **shards, "layout": sizes}
-            here, everywhere = one["bytes"]
-            assert here == pytest.approx(everywhere / world if shards else everywhere, rel=0.1)
+    expected = several(str(tmp_path / "alone"), DIVIDED_TOKENS)
+    groups: dict[int, list[tuple[str, dict[str, int]]]] = {
+        2: [(name, {"sequence": 2}) for name in DIVIDED_TOKENS],
+        4: [(name, {"shard": 2, "sequence": 2}) for name in DIVIDED_TOKENS],
+    }
+    for sizes in ({"replicate": 2, "sequence": 2}, {"sequence": 4}):
+        groups[4] += [(name, sizes) for name in ("one head of keys", "own loss")]
+    for world, pairs in groups.items():
+        cases = {f"{name} in {sizes}": {**DIVIDED_TOKENS[name], "layout": sizes} for name, sizes in pairs}
+        for results in run_distributed(several, world, str(tmp_path / str(world)), cases, timeout_s=180):
+            for (name, sizes), one in zip(pairs, results.values(), strict=True):
+                close(one, expected[name])
+                shards = {"fsdp": "full_shard"} if "shard" in sizes else {}
+                assert one["described"] == {"strategy": "sequence", **shards, "layout": sizes}
+                here, everywhere = one["bytes"]
+                assert here == pytest.approx(everywhere / world if shards else everywhere, rel=0.1)
 
 
 class FromSources(list[Any]):
@@ -433,14 +422,6 @@ def draws(folder: str) -> tuple[list[float], list[float], float]:
     return drawn["inner"], drawn["outer"], float(torch.rand(()))
 
 
-def test_ranks_of_a_tensor_group_draw_alike_except_between_divided_layers(tmp_path: Path) -> None:
-    ranks = run_distributed(draws, 4, str(tmp_path))
-    inner, outer, after = ([rank[part] for rank in ranks] for part in range(3))
-    assert len({tuple(numbers) for numbers in inner}) == 4
-    assert outer[0] == outer[1] != outer[2] == outer[3]
-    assert after[0] == after[1] != after[2] == after[3]
-
-
 def other_samples(folder: str) -> str:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
     rows = lm_rows(22, seed=int(rank == 3))
@@ -450,8 +431,17 @@ def other_samples(folder: str) -> str:
     return str(caught.value)
 
 
-def test_other_samples_in_a_tensor_group_are_an_error_that_names_both_ranks(tmp_path: Path) -> None:
-    for message in run_distributed(other_samples, 4, str(tmp_path)):
+def drawn_and_read(folder: str) -> tuple[tuple[list[float], list[float], float], str]:
+    return draws(f"{folder}/alike"), other_samples(f"{folder}/other")
+
+
+def test_ranks_of_a_tensor_group_draw_alike_but_between_layers_and_read_the_same_samples(tmp_path: Path) -> None:
+    ranks = run_distributed(drawn_and_read, 4, str(tmp_path))
+    inner, outer, after = ([drawn[part] for drawn, _ in ranks] for part in range(3))
+    assert len({tuple(numbers) for numbers in inner}) == 4
+    assert outer[0] == outer[1] != outer[2] == outer[3]
+    assert after[0] == after[1] != after[2] == after[3]
+    for _, message in ranks:
         assert "shard=1 and tensor=1, shard=1" in message
         assert "ranks 2 and 3" in message
 
@@ -478,27 +468,27 @@ PARTS: dict[str, dict[str, tuple[Callable[[], Any], dict[str, Any], float]]] = {
 }
 
 
-def generating(folder: str, kind: str, sizes: dict[str, int] | None) -> dict[str, tuple[list[float], list[list[int]]]]:
+def generating(folder: str, world: int) -> dict[tuple[str, str], tuple[list[float], list[list[int]]]]:
     """Losses and norms of trainings, and the tokens that the model generates afterwards."""
     out = {}
-    for name, (model, given, _) in PARTS[kind].items():
-        one = trainer(f"{folder}/{name}", ROWS, model=model(), **{**RAGGED, **given}, parallelism=sizes)
+    for kind, name in ((kind, name) for kind, parts in PARTS.items() for name in parts):
+        model, given, _ = PARTS[kind][name]
+        sizes = {1: None, 2: {kind: 2}, 4: {"shard": 2, kind: 2}}[world]
+        one = trainer(f"{folder}/{kind} {name}", ROWS, model=model(), **{**RAGGED, **given}, parallelism=sizes)
         one.train()
         norms = [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry]
         made = one.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
-        out[name] = [*losses(one), *norms], made.tolist()
+        out[kind, name] = [*losses(one), *norms], made.tolist()
     return out
 
 
-@pytest.mark.parametrize("kind", PARTS)
-def test_divided_parts_generate_and_train_in_bf16_clipped_and_frozen(kind: str, tmp_path: Path) -> None:
-    expected = generating(str(tmp_path / "alone"), kind, None)
-    for sizes in ({kind: 2}, {"shard": 2, kind: 2}):
-        folder = str(tmp_path / str(len(sizes)))
-        for found in run_distributed(generating, 2 ** len(sizes), folder, kind, sizes, timeout_s=150):
-            for name, (_, _, allowed) in PARTS[kind].items():
-                assert found[name][0] == pytest.approx(expected[name][0], rel=allowed), name
-                assert found[name][1] == expected[name][1], name
+def test_divided_parts_generate_and_train_in_bf16_clipped_and_frozen(tmp_path: Path) -> None:
+    expected = generating(str(tmp_path / "alone"), 1)
+    for world in (2, 4):
+        for found in run_distributed(generating, world, str(tmp_path / str(world)), world, timeout_s=180):
+            for (kind, name), (trained, made) in expected.items():
+                assert found[kind, name][0] == pytest.approx(trained, rel=PARTS[kind][name][2]), (kind, name)
+                assert found[kind, name][1] == made, (kind, name)
 
 
 #: The model, of which some answers end before others, what divides it, and whether ranks may have other prompts.
@@ -508,6 +498,10 @@ ANSWERED: dict[str, tuple[Callable[[], Any], dict[str, Any], bool]] = {
     "tensor": (lambda: llama(**HEADS, eos_token_id=[18, 19]), {"parallelism": {"tensor": 2}}, False),
     "zero": (lambda: llama(**HEADS, eos_token_id=[18, 19]), {"deepspeed": {"zero_optimization": {"stage": 3}}}, False),
 }
+
+
+def every_answer(folder: str, is_divided: bool) -> dict[str, tuple[float, Any, list[int]]]:
+    return {name: answers(f"{folder}/{name}", name, is_divided) for name in ANSWERED}
 
 
 def answers(folder: str, name: str, is_divided: bool) -> tuple[float, Any, list[int]]:
@@ -523,15 +517,15 @@ def answers(folder: str, name: str, is_divided: bool) -> tuple[float, Any, list[
     return loss, predicted, one.model.generate(torch.as_tensor(prompt)[None], max_length=20, num_beams=1)[0].tolist()
 
 
-@pytest.mark.parametrize("name", ANSWERED)
-def test_answers_end_at_other_tokens_on_other_ranks(name: str, tmp_path: Path) -> None:
-    loss, expected, _ = answers(str(tmp_path / "alone"), name, False)
-    ranks = run_distributed(answers, 2, str(tmp_path / "ranks"), name, True)
-    assert ranks[0][1].tolist() == expected.tolist()
-    for rank, (measured, _, answer) in enumerate(ranks):
-        assert measured == pytest.approx(loss, rel=2e-6)
-        row = expected[rank if ANSWERED[name][2] else 0].tolist()
-        assert answer == row[: len(answer)] and set(row[len(answer) :]) <= {0}
+def test_answers_end_at_other_tokens_on_other_ranks(tmp_path: Path) -> None:
+    alone = every_answer(str(tmp_path / "alone"), False)
+    ranks = run_distributed(every_answer, 2, str(tmp_path / "ranks"), True)
+    for name, (loss, expected, _) in alone.items():
+        assert ranks[0][name][1].tolist() == expected.tolist(), name
+        for rank, (measured, _, answer) in enumerate(each[name] for each in ranks):
+            assert measured == pytest.approx(loss, rel=2e-6), name
+            row = expected[rank if ANSWERED[name][2] else 0].tolist()
+            assert answer == row[: len(answer)] and set(row[len(answer) :]) <= {0}, name
 
 
 UNDIVIDED = [

@@ -264,23 +264,6 @@ def test_a_preempted_trial_is_tried_again_from_its_checkpoint(tmp_path: Path) ->
     assert best.objective == whole.evaluate()["eval_loss"]
 
 
-def test_a_trial_that_diverges_counts_as_failed_and_the_search_goes_on(tmp_path: Path) -> None:
-    class Diverges(Classifier):
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            out = super().forward(x, labels)
-            return {**out, "loss": out["loss"] / 0.0} if labels is not None and self.training and bad() else out
-
-    def bad() -> bool:
-        return bool(trainer.args.learning_rate > 1)
-
-    logged: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
-    trainer = search_trainer(tmp_path, model_init=lambda: Diverges(0.0), max_nonfinite_steps=2, **logged)
-    best = trainer.hyperparameter_search(_tried, n_trials=2, sampler=_fixed(50.0, 0.01))
-    states = {each["hyperparameters"]["learning_rate"]: each["state"] for each in best.run_summary}
-    assert states == {0.01: "complete", 50.0: "fail"}
-    assert best.hyperparameters == {"learning_rate": 0.01}
-
-
 def test_an_objective_that_is_not_finite_counts_as_failed(tmp_path: Path) -> None:
     values = iter([float("nan"), 1.0])
     trainer = search_trainer(tmp_path, eval_strategy="no")
