@@ -80,8 +80,7 @@ class HuggingFaceHub:
                 if error.response.status_code == 404:  # the repository or the commit was deleted
                     return False
                 raise
-            record = self._read_record(api, revision)
-            entries = [FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in record.get("files", ())]
+            entries = self._read_record(api, revision)
             is_complete = all(entry.path in tree and _has_same_size(tree[entry.path], entry) for entry in entries)
             return bool(entries) and is_complete and content_digest(entries) == digest
 
@@ -95,8 +94,7 @@ class HuggingFaceHub:
                 head = str(api.repo_info(self.repo, revision=self.branch, repo_type="model").sha)
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
-            record = self._read_record(api, head)
-            entries = [FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in record.get("files", ())]
+            entries = self._read_record(api, head)
             url = f"{api.endpoint.rstrip('/')}/{self.repo}/tree/{head}"
         return Published(self.target, url, head, content_digest(entries), False, tuple(entries)) if entries else None
 
@@ -166,26 +164,27 @@ class HuggingFaceHub:
         items = api.list_repo_tree(self.repo, recursive=True, revision=revision, repo_type="model")
         return {item.path: item for item in items if isinstance(item, RepoFile)}
 
-    def _read_record(self, api: HfApi, revision: str) -> dict[str, Any]:
-        """The record of a commit; empty without a valid one."""
+    def _read_record(self, api: HfApi, revision: str) -> list[FileEntry]:
+        """The files that the record of a commit names; none without a valid one."""
         from huggingface_hub.errors import EntryNotFoundError
 
         with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
             try:
                 path = api.hf_hub_download(self.repo, RECORD, revision=revision, local_dir=folder, repo_type="model")
             except EntryNotFoundError:
-                return {}
+                return []
             # A repository may come from anywhere.
             if Path(path).stat().st_size > MAX_RECORD_BYTES:
-                return {}
-            with contextlib.suppress(ValueError):
-                return read_json(Path(path), dict)
-        return {}
+                return []
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                files = read_json(Path(path), dict)["files"]
+                return [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in files]
+        return []
 
     def _list_stale_paths(self, api: HfApi, head: str, content: Content, tree: dict[str, RepoFile]) -> list[str]:
         if RECORD not in tree:
             return []
-        ours = {file["path"] for file in self._read_record(api, head).get("files", ()) if isinstance(file, dict)}
+        ours = {entry.path for entry in self._read_record(api, head)}
         keep = {entry.path for entry in content.entries()} | {RECORD}
         # Only files of our own record: others may keep theirs in the repository.
         return sorted(path for path in ours - keep if path in tree and not path.startswith(content.kept))
