@@ -43,13 +43,25 @@ def searched(folder: str, world: int = 2, model_init: Any = None, **settings: An
     return best, runs.kept
 
 
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks find in one group."""
+    return run_distributed(in_one_group, 2, str(tmp_path_factory.mktemp("two")), timeout_s=120)
+
+
+def in_one_group(folder: str) -> dict[str, Any]:
+    refused(f"{folder}/refused")
+    kinds = {"searched": searched, "pruned": pruned, "widened": widened, "diverging": diverging}
+    return {name: find(f"{folder}/{name}") for name, find in kinds.items()}
+
+
 def states(best: Any) -> list[str]:
     return [trial["state"] for trial in best.run_summary]
 
 
-def test_two_processes_search_like_one(tmp_path: Path) -> None:
-    alone, alone_runs = searched(str(tmp_path / "one"), 1)
-    first, second = run_distributed(searched, 2, str(tmp_path / "two"))
+def test_two_processes_search_like_one(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone, alone_runs = searched(str(tmp_path), 1)
+    first, second = (rank["searched"] for rank in two)
     assert first == second
     best, runs = first
     assert [run[1:] for run in runs] == [("run-0", 4), ("run-1", 4), ("run-2", 4)]
@@ -68,8 +80,8 @@ def pruned(folder: str) -> Any:
     return searched(folder, pruner=Second(), storage=f"sqlite:///{folder}.db", study_name="s")
 
 
-def test_pruning_is_agreed(tmp_path: Path) -> None:
-    first, second = run_distributed(pruned, 2, str(tmp_path / "out"))
+def test_pruning_is_agreed(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["pruned"] for rank in two)
     assert first == second
     assert [run[2] for run in first[1]] == [4, 2, 4]
     assert states(first[0]) == ["complete", "pruned", "complete"]
@@ -102,8 +114,10 @@ def widened(folder: str) -> tuple[list[int], list[int], int]:
     return widths[1:], [trial["hyperparameters"]["width"] for trial in best.run_summary], len(both)
 
 
-def test_what_model_init_suggests_and_several_objectives_are_the_same_on_every_process(tmp_path: Path) -> None:
-    first, second = run_distributed(widened, 2, str(tmp_path))
+def test_what_model_init_suggests_and_several_objectives_are_the_same_on_every_process(
+    two: list[dict[str, Any]],
+) -> None:
+    first, second = (rank["widened"] for rank in two)
     assert first == second
     widths, suggested, best = first
     assert widths == suggested
@@ -130,8 +144,8 @@ def diverging(folder: str) -> Any:
     return searched(folder, model_init=init, hp_space=space, n_trials=2)[0]
 
 
-def test_a_trial_that_diverges_fails_on_every_process_and_the_search_goes_on(tmp_path: Path) -> None:
-    first, second = run_distributed(diverging, 2, str(tmp_path))
+def test_a_trial_that_diverges_fails_on_every_process_and_the_search_goes_on(two: list[dict[str, Any]]) -> None:
+    first, second = (rank["diverging"] for rank in two)
     assert states(first) == ["fail", "complete"]
     assert first == second
 
@@ -150,10 +164,7 @@ REFUSED: list[tuple[dict[str, Any], Any, str]] = [
 
 
 def refused(folder: str) -> None:
+    """An error ends the search on every process."""
     for number, (settings, error, text) in enumerate(REFUSED):
         with pytest.raises(error, match=text):
             searched(f"{folder}/{number}", **settings)
-
-
-def test_an_error_ends_the_search_on_every_process(tmp_path: Path) -> None:
-    run_distributed(refused, 2, str(tmp_path))
