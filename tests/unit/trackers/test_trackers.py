@@ -6,7 +6,7 @@ import json
 import math
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -179,39 +179,28 @@ def test_a_folder_that_cannot_be_written_costs_the_file_not_the_training(
 
 
 # -- points that a run of MLflow has already are not written again ----------------------------------------------------
-KEY = "test_accuracy"
-
-
-def deliver(folder: Path, records: Sequence[Mapping[str, Any]]) -> list[tuple[int, float]]:
-    """Deliver records in one pass; return the points that the run has then."""
-    uri = fresh_store(folder / "store")
-    head = {"tracking_uri": uri, "token": "t", "experiment": "digits", "run_name": "run", "start_ms": 1}
-    session = Session.create(folder / "spool", head)
-    for record in records:
-        session.write({"s": 100, **record})
-    session.close()
-    assert Delivery(folder / "spool", uri).deliver()
-    [run] = runs(uri)
-    return points(uri, run.info.run_id, KEY)
-
-
 LARGEST = sys.float_info.max  # as MLflow keeps infinity
+#: By metric: when each value was told, and how it counts; the values of its points.
+TOLD: dict[str, tuple[list[tuple[int, float, Any]], list[float]]] = {
+    # A value measured once and told by several tries of a stage; one that is measured again is a point of its own.
+    "error": ([(1, 0.98, True), (2, 0.98, True), (3, 0.99, True), (4, 0.99, True)], [0.98, 0.99]),
+    "infinite": ([(time_ms, math.inf, True) for time_ms in (1, 2, 3)], [LARGEST]),
+    "beside": ([(1, 0.5, None), (2, 0.6, "step")], [0.5]),  # evaluated beside the training: the step has one point
+}
 
 
-@pytest.mark.parametrize(
-    ("told", "values"),
-    [
-        # A value measured once and told by several tries of a stage; one that is measured again is a point of its own.
-        ([(1, 0.98, True), (2, 0.98, True), (3, 0.99, True), (4, 0.99, True)], [0.98, 0.99]),
-        ([(time_ms, math.inf, True) for time_ms in (1, 2, 3)], [LARGEST]),
-        ([(1, 0.5, None), (2, 0.6, "step")], [0.5]),  # evaluated beside the training: the step has one point
-    ],
-)
-def test_points_told_twice_are_written_once(
-    tmp_path: Path, told: list[tuple[int, float, Any]], values: list[float]
-) -> None:
-    records = [{"t": time_ms, "m": {KEY: value}, **({"once": once} if once else {})} for time_ms, value, once in told]
-    assert deliver(tmp_path, records) == [(100, value) for value in values]
+def test_points_told_twice_are_written_once(tmp_path: Path) -> None:
+    uri = fresh_store(tmp_path / "store")
+    head = {"tracking_uri": uri, "token": "t", "experiment": "digits", "run_name": "run", "start_ms": 1}
+    session = Session.create(tmp_path / "spool", head)
+    for name, (told, _) in TOLD.items():
+        for time_ms, value, once in told:
+            session.write({"s": 100, "t": time_ms, "m": {name: value}, **({"once": once} if once else {})})
+    session.close()
+    assert Delivery(tmp_path / "spool", uri).deliver()
+    [run] = runs(uri)
+    for name, (_, values) in TOLD.items():
+        assert points(uri, run.info.run_id, name) == [(100, value) for value in values], name
 
 
 # -- the callback -----------------------------------------------------------------------------------------------------
