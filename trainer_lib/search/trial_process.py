@@ -169,8 +169,8 @@ def report_failure(error: Exception, report: Report, *, step: int = 0) -> None:
     report(result, None)
 
 
-class TrialProcess:
-    """Trains one trial on a Trainer that was made for it.
+class TrialProcess(TrainerCallback):
+    """Trains one trial on a Trainer that was made for it, whose callback it is.
 
     Args:
         trial: id of the trial.
@@ -202,11 +202,11 @@ class TrialProcess:
             name = f"{hp_name(values)}-{self._trial}".replace("/", "-")
         place = self._place = find_place(self._output, self._trial, name, values, pointer)
         self._origin = pointer if place.origin is not None else None
-        self._trainer.callback_handler.add_callback(_Reports(self))
+        self._trainer.callback_handler.add_callback(self)
         run = TrialRun(place.folder, values, values, resumed=True, judge=self._judge, origin=place.origin)
         trials = self._trainer._trainflow.trials
         trials.train_one(self._settings, backend, run)
-        self.flush(ended=True)
+        self._flush(ended=True)
 
     def _judge(self, metrics: Mapping[str, float], step: int | None) -> tuple[list[float], bool]:
         values = parse_objective(self._settings.compute_objective(dict(metrics)), 1)
@@ -214,7 +214,15 @@ class TrialProcess:
         self._pending = {**numbers, OBJECTIVE: values[0], STEP: self._trainer.state.global_step}
         return values, False
 
-    def flush(self, *, ended: bool = False) -> None:
+    @override
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._flush()
+
+    @override
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._flush()
+
+    def _flush(self, *, ended: bool = False) -> None:
         """Report the newest evaluation, unless it was: after its step was saved, if it is saved at all."""
         result, self._pending = self._pending, None
         if result is None:
@@ -230,18 +238,3 @@ class TrialProcess:
         if newest is None:
             return self._origin  # it has not saved anything yet
         return {"trial": self._trial, "folder": self._place.folder, "step": newest.step, "values": self._values}
-
-
-class _Reports(TrainerCallback):
-    """Reports an evaluation as soon as its step is saved, or the next one begins."""
-
-    def __init__(self, process: TrialProcess) -> None:
-        self._process = process
-
-    @override
-    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._process.flush()
-
-    @override
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._process.flush()
