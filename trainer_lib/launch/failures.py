@@ -18,7 +18,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from trainer_lib.arguments.configs.parallelism_config import FIELD, PEERS, Grid, read_layout
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import (
     ConfigError,
     HangError,
@@ -78,59 +77,6 @@ def _is_users(file: str) -> bool:
 
 def _name_ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
-
-
-Entered = dict[tuple[str, str], dict[int, int]]  # (backend, process group) -> rank -> collectives entered
-
-
-def describe_lag(traces: Mapping[int, Any]) -> str:
-    """Return one sentence about the ranks that did not enter a collective that others wait in; "" without any.
-
-    Args:
-        traces: the contents of the ranks' trace files, by rank.
-    """
-    for (backend, group), entered in _count_entered(traces).items():
-        first, last = max(entered.values()), min(entered.values())
-        if first == last or len(entered) < 2:
-            continue
-        behind = sorted(rank for rank, count in entered.items() if count == last)
-        waiting = sorted(rank for rank, count in entered.items() if count > last)
-        name = _name_of(traces[waiting[0]], backend, group, last + 1)
-        return (
-            f"{_ranks(behind)} did not enter collective {last + 1}{f' ({name})' if name else ''}, "
-            f"where {_ranks(waiting).lower()} waited."
-        )
-    return ""
-
-
-def _count_entered(traces: Mapping[int, Any]) -> Entered:
-    found: Entered = {}
-    for rank, trace in traces.items():
-        for backend, recorder in _mapping(_mapping(trace).get("recorders")).items():
-            for group, status in _mapping(_mapping(recorder).get("pg_status")).items():
-                text = str(_mapping(status).get("last_enqueued_collective"))
-                if text.isdigit():
-                    found.setdefault((backend, group), {})[rank] = int(text)
-    return found
-
-
-def _name_of(trace: Any, backend: str, group: str, number: int) -> str | None:
-    entries = _mapping(_mapping(_mapping(trace).get("recorders")).get(backend)).get("entries")
-    for entry in entries if isinstance(entries, list) else []:
-        if str(_mapping(entry).get("pg_id")) == group and entry.get("collective_seq_id") == number:
-            return str(entry.get("profiling_name"))
-    return None
-
-
-def _ranks(ranks: list[int]) -> str:
-    numbers = [str(rank) for rank in ranks]
-    if len(numbers) == 1:
-        return f"Rank {numbers[0]}"
-    return f"Ranks {', '.join(numbers[:-1])} and {numbers[-1]}"
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
 
 
 def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
@@ -205,24 +151,16 @@ def _waited_in_vain(run_dir: RunDir, ending: Ending, records: list[dict[str, Any
 def _stood_still(run_dir: RunDir, ending: Ending, what: str, field: str) -> TrainflowError:
     run_dir.keep()  # for its stacks and traces, which a message has no room for
     after = "" if ending.step is None else f" after step {ending.step}"
-    lag = describe_lag({int(rank): _parsed(text) for rank, text in run_dir.read_traces().items()})
     places = describe_places(run_dir.read_stacks())
     stood = "" if places is None else f" They stood still: {places}."
     return HangError(
-        f"{what}{after}, so all workers were ended.{stood}{lag and ' '}{lag}",
+        f"{what}{after}, so all workers were ended.{stood}",
         field=field,
         step=ending.step,
         remedy=f"The stack and the collective trace of every rank are in {run_dir.path}. "
         "Raise the limit if the work is just slow.",
         details=run_dir.format_stacks() or ending.tail,
     )
-
-
-def _parsed(text: str) -> Any:
-    try:
-        return parse_json(text)
-    except ValueError:
-        return None
 
 
 def _cancelled(stopped: list[dict[str, Any]], ending: Ending) -> TrainflowError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from typing import Any
@@ -120,24 +119,6 @@ def test_an_agreed_stop_of_all_ranks(run_dir: RunDir) -> None:
     error = fail(run_dir, ending())
     assert isinstance(error, Preempted)
     assert error.step == 130
-
-
-def test_a_hang_names_the_rank_that_did_not_enter_a_collective(run_dir: RunDir) -> None:
-    for rank, entered in ((0, 12), (1, 11), (2, 12)):
-        entries = [{"pg_id": 0, "collective_seq_id": entered, "profiling_name": "gloo:all_reduce"}]
-        recorder = {"entries": entries, "pg_status": {"0": {"last_enqueued_collective": str(entered)}}}
-        run_dir.write_trace(str(rank), json.dumps({"rank": rank, "recorders": {"gloo": recorder}}))
-    error = fail(run_dir, ending(hung_s=31.0))
-    assert error.message.endswith("Rank 1 did not enter collective 12 (gloo:all_reduce), where ranks 0 and 2 waited.")
-
-
-@pytest.mark.parametrize("text", ["", "[", "[]", '{"recorders": []}', '{"recorders": {"gloo": {"pg_status": 3}}}'])
-def test_a_damaged_trace_does_not_hide_the_hang(run_dir: RunDir, text: str) -> None:
-    for rank in (0, 1):
-        run_dir.write_trace(str(rank), text)
-    assert fail(run_dir, ending(hung_s=31.0, step=None)).message == (
-        "There was no progress for 31 s, so all workers were ended."
-    )
 
 
 def test_of_a_folder_kept_after_a_hang_only_stacks_and_traces_stay(run_dir: RunDir) -> None:
