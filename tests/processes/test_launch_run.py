@@ -177,10 +177,22 @@ def test_torchrun_listens_on_loopback_only_and_says_who_speaks(heard: Heard, tmp
 SAYS = "import os\nprint(*(os.environ.get(name) for name in ('RANK', 'WORLD_SIZE', 'LOCAL_RANK', 'OMP_NUM_THREADS')))\n"
 
 
-def test_accelerate_starts_as_many_as_were_asked_for(heard: Heard, tmp_path: Path) -> None:
-    result = heard.launch(request(tmp_path, SAYS + ROWS), kind="accelerate", processes=2, threads=3)
-    assert result.splits["train"].rows == 2
-    assert sorted(line for line in heard.lines if " 2 " in line) == ["0 2 0 3", "[rank 1] 1 2 1 3"]
+@pytest.mark.parametrize("kind", ["accelerate", pytest.param("deepspeed", marks=pytest.mark.needs("deepspeed"))])
+def test_a_launcher_starts_as_many_as_were_asked_for_and_the_killed_one_is_named(
+    kind: str, heard: Heard, tmp_path: Path
+) -> None:
+    said = str(tmp_path / "said")  # by rank 0: a rank that starts more slowly is ended before it can say a word
+    killed = (
+        f"{SAYS}import time\n"
+        f"if os.environ['RANK'] == '0': open({said!r}, 'w').close()\n"
+        f"while os.environ['RANK'] == '1':\n"
+        f"    if os.path.exists({said!r}): os.kill(os.getpid(), 9)\n"
+        f"    time.sleep(0.05)\n"
+        f"time.sleep(300)\n"
+    )
+    with pytest.raises(InfrastructureError, match=r"Rank 1 was killed by SIGKILL \(9\)"):
+        heard.launch(request(tmp_path, killed), kind=kind, processes=2, threads=1)
+    assert {"0 2 0 1", "[rank 1] 1 2 1 1"} <= set(heard.lines)
     assert nothing_left()
 
 
@@ -200,12 +212,6 @@ def test_accelerate_reads_its_file_and_nothing_of_the_users_home(
     assert "precision bf16" in heard.lines
 
 
-def test_accelerates_killed_rank_is_named(heard: Heard, tmp_path: Path) -> None:
-    killed = "import os, time\nif os.environ['RANK'] == '1': os.kill(os.getpid(), 9)\ntime.sleep(300)\n"
-    with pytest.raises(InfrastructureError, match=r"Rank 1 was killed by SIGKILL \(9\)"):
-        heard.launch(request(tmp_path, killed), kind="accelerate", processes=2)
-
-
 def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
     """On a CPU, `accelerate launch` may start one process that takes itself for all, and says nothing."""
     run_dir = RunDir.create(request(tmp_path, ROWS).to_json(), 1.0, lambda: False)
@@ -217,23 +223,6 @@ def test_fewer_processes_than_asked_for_are_refused(tmp_path: Path) -> None:
     assert done.returncode != 0
     assert (record["class"], record["field"], record["value"]) == ("ConfigError", "train.launch.processes", "2")
     assert record["message"] == "The launcher started 1 process."
-
-
-@pytest.mark.needs("deepspeed")
-def test_deepspeeds_launcher_names_the_rank_that_was_killed(heard: Heard, tmp_path: Path) -> None:
-    said = str(tmp_path / "said")  # by rank 0: a rank that starts more slowly is ended before it can say a word
-    killed = (
-        f"{SAYS}import time\n"
-        f"if os.environ['RANK'] == '0': open({said!r}, 'w').close()\n"
-        f"while os.environ['RANK'] == '1':\n"
-        f"    if os.path.exists({said!r}): os.kill(os.getpid(), 9)\n"
-        f"    time.sleep(0.05)\n"
-        f"time.sleep(300)\n"
-    )
-    with pytest.raises(InfrastructureError, match=r"Rank 1 was killed by SIGKILL \(9\)"):
-        heard.launch(request(tmp_path, killed), kind="deepspeed", processes=2)
-    assert {"0 2 0 1", "[rank 1] 1 2 1 1"} <= set(heard.lines)
-    assert nothing_left()
 
 
 def test_one_of_several_tasks_on_a_machine_keeps_its_local_rank(heard: Heard, tmp_path: Path) -> None:

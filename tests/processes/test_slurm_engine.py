@@ -161,22 +161,20 @@ def test_an_error_of_the_recipe_is_that_of_the_launch(tmp_path: Path, fake_slurm
 
 
 @pytest.mark.parametrize(
-    ("state", "kind", "by", "expected", "message"),
+    ("state", "kind", "expected", "message"),
     [
-        ("PREEMPTED", 15, "", Preempted, "Slurm took the machines of job 1 back"),
-        ("CANCELLED", 15, "by 1000", Interrupted, "job 1 was cancelled by 1000"),
-        ("OUT_OF_MEMORY", 9, "", OutOfMemoryError, "job 1 had no memory left"),
-        ("NODE_FAIL", 9, "", InfrastructureError, r"job 1 on n\[1-2\] ended: a machine failed"),
-        ("TIMEOUT", 9, "", InfrastructureError, "The time limit of job 1 was reached"),
+        ("PREEMPTED", 15, Preempted, "Slurm took the machines of job 1 back"),
+        ("OUT_OF_MEMORY", 9, OutOfMemoryError, "job 1 had no memory left"),
+        ("TIMEOUT", 9, InfrastructureError, "The time limit of job 1 was reached"),
     ],
 )
 def test_how_a_job_ends_is_how_the_launch_ends(
-    tmp_path: Path, fake_slurm: FakeSlurm, state: str, kind: int, by: str, expected: type[Any], message: str
+    tmp_path: Path, fake_slurm: FakeSlurm, state: str, kind: int, expected: type[Any], message: str
 ) -> None:
     asked, ready = waiting(tmp_path)
     started = SlurmLaunch(asked)
     ready(started)
-    fake_slurm.take(state, kind=kind, by=by)
+    fake_slurm.take(state, kind=kind)
     failure = started.failure()
     assert type(failure) is expected
     assert re.search(message, str(failure))
@@ -192,7 +190,10 @@ def test_a_lost_job_is_placed_again_within_max_restarts(tmp_path: Path, fake_slu
     ready(started)
     assert fake_slurm.jobs() == ["1", "2"]
     fake_slurm.take("NODE_FAIL", "2", kind=9)
-    assert isinstance(started.failure(), InfrastructureError)
+    failure = started.failure()
+    assert type(failure) is InfrastructureError
+    assert re.search(r"job 2 on n\[1-2\] ended: a machine failed", str(failure))
+    assert leftovers(asked) == []
     (again,) = started.reported("warning")
     assert again["message"].endswith("Starting again (1 of 1).")
 
@@ -285,8 +286,11 @@ def test_a_job_whose_number_was_never_read_is_found_by_its_name(tmp_path: Path, 
     fake_slurm.set("unanswered")
     started = SlurmLaunch(asked)
     ready(started)
-    fake_slurm.take("CANCELLED", by="by 0")
-    assert isinstance(started.failure(), Interrupted)
+    fake_slurm.take("CANCELLED", by="by 1000")
+    failure = started.failure()
+    assert isinstance(failure, Interrupted)
+    assert "job 1 was cancelled by 1000" in failure.message
+    assert leftovers(asked) == []
     assert fake_slurm.jobs() == ["1"]
 
 
