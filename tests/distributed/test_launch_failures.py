@@ -59,27 +59,27 @@ FULL = "No space left: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize(
-    ("what", "expected", "says", "retried"),
+    ("what", "expected", "says", "restarts", "starts"),
     [
-        ("os._exit(3)", InfrastructureError, EXITED, True),
-        ("ctypes.string_at(0)", InfrastructureError, SEGFAULT, True),
-        ("raise OSError(28, 'No space left on device')", StorageFullError, FULL, False),
+        ("os._exit(3)", InfrastructureError, EXITED, 1, 2),
+        ("ctypes.string_at(0)", InfrastructureError, SEGFAULT, 0, 1),
+        ("raise OSError(28, 'No space left on device')", StorageFullError, FULL, 1, 1),
     ],
 )
 def test_what_is_done_to_one_rank_comes_back_typed(
-    what: str, expected: type[TrainflowError], says: str, retried: bool, tmp_path: Path
+    what: str, expected: type[TrainflowError], says: str, restarts: int, starts: int, tmp_path: Path
 ) -> None:
     heard: list[dict[str, Any]] = []
-    config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, max_restarts=1)
+    config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, max_restarts=restarts)
     asked: Request[Any] = request(tmp_path, RECIPE.format(what=what))
     with pytest.raises(TrainflowError) as caught:
         launch(asked, config, env={}, on_line=lambda line: None, on_event=heard.append)
     error = caught.value
     assert (type(error), error.message, error.rank) == (expected, says, 1)
     assert error.remedy
-    assert (tmp_path / "started").read_text().split().count("1") == 1 + retried
+    assert (tmp_path / "started").read_text().split().count("1") == starts
     warnings = [event["message"] for event in heard if event["event"] == "warning"]
-    assert warnings == [f"{says} Starting again (1 of 1)."] * retried
+    assert warnings == [f"{says} Starting again (1 of 1)."] * (starts - 1)
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from tests.support.launched import request, wait_until
 from tests.support.repository import ROOT
 from trainer_lib.launch import LaunchConfig, launch, warm
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.settings.variables import worker_environment
 from trainer_lib.protocol.requests import PreparedData
 
 ONE = LaunchConfig(kind="process", processes=1, grace_s=2.0, threads=1)
@@ -47,9 +48,9 @@ def none_waits() -> Iterator[None]:
     warm.close()
 
 
-def start(folder: Path, config: LaunchConfig = ONE, **env: str) -> dict[str, Any]:
+def start(folder: Path, **env: str) -> dict[str, Any]:
     """Prepare a row; returns what the worker shows, with its pid."""
-    launch(request(folder, SHOWS), config, env=env, on_line=lambda line: None, on_event=lambda event: None)
+    launch(request(folder, SHOWS), ONE, env=env, on_line=lambda line: None, on_event=lambda event: None)
     return {**json.loads((folder / "state.json").read_text()), "pid": int((folder / "pid").read_text())}
 
 
@@ -85,19 +86,19 @@ def test_training_in_a_worker_that_waited_gives_the_same_bits(tmp_path: Path, pr
 
 def test_a_launch_that_would_begin_otherwise_starts_its_own(tmp_path: Path) -> None:
     warm.expect([("prepare", ONE)])
-    [pid] = waiting()
-    assert start(tmp_path, OMP_STACKSIZE="4M")["pid"] != pid, "torch reads it when it is imported"
-    assert start(tmp_path, replace(ONE, grace_s=3.0))["pid"] != pid
+    [worker] = warm._waiting
+    patient, own = replace(ONE, grace_s=3.0), worker_environment(ONE, {})
+    for verb, config, environment in (
+        ("predict", ONE, own),
+        ("prepare", ONE, worker_environment(ONE, {"OMP_STACKSIZE": "4M"})),  # torch reads it when it is imported
+        ("prepare", patient, worker_environment(patient, {})),
+    ):
+        assert warm.take(verb, config, environment) is None
     with contextlib.chdir(tmp_path):
-        assert start(tmp_path)["pid"] != pid
-    assert waiting() == [pid]
-
-
-def test_a_launch_of_another_verb_starts_its_own(tmp_path: Path) -> None:
-    warm.expect([("predict", ONE)])
-    [pid] = waiting()
-    assert start(tmp_path)["pid"] != pid
-    assert waiting() == [pid]
+        assert warm.take("prepare", ONE, own) is None
+    taken = warm.take("prepare", ONE, own)
+    assert taken is worker
+    taken.close()
 
 
 @pytest.mark.parametrize(
