@@ -127,7 +127,7 @@ def render_report(
     for stage in stages:
         stage["share"] = round(100 * stage["seconds"] / longest, 1) if longest > 0 else 0.0
     drawings = [Panel(title, content=Markup(drawing)) for title, drawing in (charts or {}).items()]  # noqa: S704 - escaped
-    return load_template(_PAGE).render(
+    return _load_template().render(
         name=result.get("name", "pipeline"),
         key=result.get("pipeline_key") or "",
         failed=bool(result.get("error")),
@@ -340,9 +340,9 @@ def _finalize(value: Any) -> Any:
 
 
 @functools.cache
-def load_template(path: Path) -> jinja2.Template:
-    """Load the template of a page. What is put in is escaped, and a name that is not given is an error."""
-    loader = jinja2.FileSystemLoader(path.parent)
+def _load_template() -> jinja2.Template:
+    """Load the page's template. What is put in is escaped, and a name that is not given is an error."""
+    loader = jinja2.FileSystemLoader(_PAGE.parent)
     environment = jinja2.Environment(
         loader=loader,
         autoescape=True,
@@ -351,7 +351,7 @@ def load_template(path: Path) -> jinja2.Template:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(path.name)
+    return environment.get_template(_PAGE.name)
 
 
 def _read_series(history: Iterable[Mapping[str, Any]]) -> Series:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import TrainflowError
-from trainflow.flows.reports.report import load_template, number_text
+from trainflow.flows.reports.report import Panel, Section, number_text, render_report
 from trainflow.flows.sweeps.ledger import TrialState
 
 
@@ -92,27 +92,25 @@ def reached_text(names: Sequence[str], values: Sequence[float]) -> str:
 
 
 SWEEP_REPORT = "report.html"
-_PAGE = Path(__file__).parent / "sweep.html.j2"
+_IMAGE = Markup('<img src="{}" alt="{}">')
 
 
 def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> str:
-    """The report as HTML text.
+    """The report as HTML text, on the page of a run.
 
     Args:
         pictures: their titles and SVG files.
     """
-    axes = list(dict.fromkeys(name for trial in result.trials for name in trial.values))
-    return load_template(_PAGE).render(
-        result=result,
-        axes=axes,
-        rows=[_row(result, axes, trial.number) for trial in result.trials],
-        counts=count_words(result),
-        saved=None if result.saved_share is None else f"{100 * result.saved_share:.0f} %",
-        pictures=[
-            (title, f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}") for title, image in pictures
-        ],
-        written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
-    )
+    drawn = [(title, f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}") for title, image in pictures]
+    saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
+    sections = [
+        *(_best(result, number) for number in result.best),
+        Section("Pictures", [Panel(title, content=_IMAGE.format(image, title)) for title, image in drawn]),
+        Section("Trials", [_trials(result)], f"{count_words(result)}{saved}"),
+    ]
+    page = {"name": f"{result.pipeline} · {result.name}", "error": None if result.ok else result.to_dict()["error"]}
+    page |= {name: getattr(result, name) for name in ("seconds", "storage", "report_url")}
+    return render_report(page, sections=sections)
 
 
 def count_words(result: SweepResult) -> str:
@@ -124,24 +122,41 @@ def count_words(result: SweepResult) -> str:
     return of + counted(result.wanted if of else there, "trial") + (f": {', '.join(parts)}" if parts else "")
 
 
-def value_text(value: Any) -> str:
-    """A value of a trial, for people."""
+def _best(result: SweepResult, number: int) -> Section:
+    best = result.trial(number)
+    names = [f"{name} ({way})" for name, way in zip(result.objective, result.direction, strict=True)]
+    rows = [*zip(names, map(number_text, best.objective or ()), strict=False)]
+    rows += [(name, _value_text(value)) for name, value in best.values.items()]
+    spec = result.best_specs.get(number)
+    note = f"Run it with everything that the spec has on: trainflow run {spec}" if spec else ""
+    title = "Best trial" if len(result.best) == 1 else "Not beaten"
+    return Section(f"{title}: {number}", [Panel(note=note, rows=rows)])
+
+
+def _trials(result: SweepResult) -> Panel:
+    axes = list(dict.fromkeys(name for trial in result.trials for name in trial.values))
+    shown = (*result.objective, *(name.rpartition(".")[2] for name in axes))
+    return Panel(
+        columns=("trial", "state", *shown, "steps", "time", "run", "why"),
+        rows=[_row(result, axes, trial) for trial in result.trials],
+    )
+
+
+def _row(result: SweepResult, axes: Sequence[str], trial: TrialState) -> list[Any]:
+    notes = trial.notes
+    steps, most, seconds, run = (notes.get(name) for name in ("steps", "max_steps", "seconds", "run"))
+    title = notes.get("run_name") or run or ""
+    return [
+        trial.number,
+        f"{trial.state}, best" if trial.number in result.best else trial.state,
+        *map(number_text, trial.objective or [None] * len(result.objective)),
+        *(_value_text(trial.values[name]) if name in trial.values else "" for name in axes),
+        "" if steps is None else f"{steps}/{most}" if most not in (None, steps) else str(steps),
+        "" if seconds is None else describe_seconds(float(seconds)),
+        Markup('<a href="{}">{}</a>').format(f"../../runs/{run}/report.html", title) if run else title,
+        notes.get("reason") or "",
+    ]
+
+
+def _value_text(value: Any) -> str:
     return number_words(value) if isinstance(value, float) else str(value)
-
-
-def _row(result: SweepResult, axes: Sequence[str], number: int) -> dict[str, Any]:
-    trial = result.trial(number)
-    steps, most = trial.notes.get("steps"), trial.notes.get("max_steps")
-    seconds = trial.notes.get("seconds")
-    return {
-        "number": number,
-        "state": trial.state,
-        "is_best": number in result.best,
-        "objective": [number_text(value) for value in trial.objective or [None] * len(result.objective)],
-        "values": [value_text(trial.values[name]) if name in trial.values else "" for name in axes],
-        "steps": "" if steps is None else f"{steps}/{most}" if most not in (None, steps) else str(steps),
-        "time": "" if seconds is None else describe_seconds(float(seconds)),
-        "run": trial.notes.get("run_name") or trial.notes.get("run") or "",
-        "link": f"../../runs/{trial.notes['run']}/report.html" if trial.notes.get("run") else None,
-        "reason": trial.notes.get("reason") or "",
-    }

@@ -65,7 +65,6 @@ def draw_study(study: Any, objectives: Sequence[str], pruned_by: str | None) -> 
         warnings.simplefilter("ignore")  # these functions are experimental by Optuna's word
         from optuna.visualization import matplotlib as plots
 
-        study = _with_short_names(study)
         complete = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
         wanted: list[tuple[str, Callable[[], Any]]] = []
         if len(complete) >= _LEAST:
@@ -115,32 +114,6 @@ def _draw(title: str, draw: Callable[[], Any]) -> bytes | None:
         return None
     finally:
         pyplot.close("all")
-
-
-def _with_short_names(study: Any) -> Any:
-    """A copy of the study whose parameters have the last part of their names, where that is enough."""
-    import optuna
-
-    names = {name for trial in study.trials for name in trial.params}
-    short: Mapping[str, str] = {
-        name: name.rpartition(".")[2]
-        if sum(other.rpartition(".")[2] == name.rpartition(".")[2] for other in names) == 1
-        else name
-        for name in names
-    }
-    copy = optuna.create_study(directions=study.directions)
-    for trial in study.trials:
-        if trial.state.is_finished():
-            copy.add_trial(
-                optuna.trial.create_trial(
-                    state=trial.state,
-                    values=trial.values,
-                    params={short[name]: value for name, value in trial.params.items()},
-                    distributions={short[name]: distribution for name, distribution in trial.distributions.items()},
-                    intermediate_values=trial.intermediate_values,
-                )
-            )
-    return copy
 
 
 SWEEPS = "sweeps"

@@ -116,7 +116,7 @@ def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everythi
     pictures = [
         f"{what} {name}" for name in sweep.result.objective for what in ("History of", "Importance for", "Values and")
     ]
-    assert [title for title in ("Best compromises", *pictures) if f"<h2>{title}</h2>" not in page] == []
+    assert [title for title in ("Best compromises", *pictures) if f"<h3>{title}</h3>" not in page] == []
     client = MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     parent = client.get_run(str(sweep.result.mlflow_run_id))
     assert parent.data.tags["trainflow.sweep.best_trials"] == "0, 2"
