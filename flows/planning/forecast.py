@@ -76,34 +76,28 @@ class Length:
         whole, rest = divmod(steps, per_epoch)
         samples = whole * (per_epoch * batch if args.dataloader_drop_last else rows) + rest * batch
         evaluated = 0 if config.eval_split is None else facts.splits[config.eval_split].rows
-        count = _Counter(steps, per_epoch)
+        evaluate_every = args.eval_steps or args.logging_steps
         return cls(
             steps=steps,
             samples=samples,
             batch=batch,
             epochs=round(steps / per_epoch, 3),
-            evaluations=count(str(args.eval_strategy), args.eval_steps or args.logging_steps)
-            + bool(args.eval_on_start),
-            saves=count(str(args.save_strategy), args.save_steps),
+            evaluations=_count(str(args.eval_strategy), evaluate_every, steps, per_epoch) + bool(args.eval_on_start),
+            saves=_count(str(args.save_strategy), args.save_steps, steps, per_epoch),
             evaluated_rows=evaluated,
             step=describe_step(args, data_parallel_size=processes),
         )
 
 
-@dataclass(frozen=True)
-class _Counter:
-    steps: int
-    per_epoch: int
-
-    def __call__(self, strategy: str, every: float) -> int:
-        """Count how often something happens; "best" may happen at every evaluation, and counts once."""
-        if strategy == "no":
-            return 0
-        if strategy == "best":
-            return 1
-        interval = self.per_epoch if strategy == "epoch" else every if every >= 1 else self.steps * every
-        # The last step counts as one of them, whatever the interval.
-        return math.ceil(self.steps / max(1, math.ceil(interval)))
+def _count(strategy: str, every: float, steps: int, per_epoch: int) -> int:
+    """Count how often something happens; "best" may happen at every evaluation, and counts once."""
+    if strategy == "no":
+        return 0
+    if strategy == "best":
+        return 1
+    interval = per_epoch if strategy == "epoch" else every if every >= 1 else steps * every
+    # The last step counts as one of them, whatever the interval.
+    return math.ceil(steps / max(1, math.ceil(interval)))
 
 
 @dataclass(frozen=True)

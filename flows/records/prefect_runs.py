@@ -81,6 +81,14 @@ def find_flow_run(name: str, started: datetime) -> UUID | None:
     return min(began, key=lambda run_id: began[run_id], default=None)
 
 
+def current_flow_run_id() -> UUID | None:
+    """The id of the Prefect run that this code runs in; None outside of a flow."""
+    from prefect.context import FlowRunContext
+
+    context = FlowRunContext.get()
+    return None if context is None or context.flow_run is None else context.flow_run.id
+
+
 @contextlib.contextmanager
 def created_by_this_process() -> Iterator[None]:
     """Mark the flow run that is created inside the block as this process's, from its first moment on.

@@ -18,6 +18,7 @@ from trainer_lib.hub.pictures import as_file
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.prefect_runs import current_flow_run_id
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import collect_sections
@@ -137,7 +138,7 @@ def run_artifacts(result: PipelineResult, record: RunRecord) -> Iterator[None]:
     try:
         yield
     finally:
-        if (flow_run_id := _flow_run_id()) is not None and result.stages:
+        if (flow_run_id := current_flow_run_id()) is not None and result.stages:
             thread = threading.Thread(
                 target=_post, args=(flow_run_id, result, record.charts), name="trainflow-artifacts", daemon=True
             )
@@ -164,10 +165,3 @@ def _post(flow_run_id: Any, result: PipelineResult, charts: Mapping[str, str]) -
                 client.create_artifact(ArtifactCreate(**artifact, flow_run_id=flow_run_id))
     except Exception as error:  # the server is away: the run is not
         _log.debug("Prefect's server did not take the artifacts: %s", error)
-
-
-def _flow_run_id() -> Any:
-    from prefect.context import FlowRunContext
-
-    context = FlowRunContext.get()
-    return None if context is None or context.flow_run is None else context.flow_run.id

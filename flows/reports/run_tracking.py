@@ -20,7 +20,7 @@ from trainer_lib.trackers.mlflow.mlflow_client import DISCARDED, FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.ending import expected_ending
-from trainflow.flows.records.prefect_runs import configured_api
+from trainflow.flows.records.prefect_runs import configured_api, current_flow_run_id
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports.report import render_summary
 from trainflow.flows.spec.spec import PipelineSpec
@@ -108,15 +108,12 @@ def _heading(result: PipelineResult, run_id: str) -> str:
 
 def _prefect_tags() -> dict[str, str]:
     """The Prefect run that this code runs in."""
-    from prefect.context import FlowRunContext
-
-    context = FlowRunContext.get()
-    if context is None or context.flow_run is None:
+    if (run_id := current_flow_run_id()) is None:
         return {}
-    tags = {FLOW_RUN: str(context.flow_run.id)}
+    tags = {FLOW_RUN: str(run_id)}
     # The embedded server ends with the command: no address of its page lasts.
     if (api := configured_api()) is not None:
-        tags[FLOW_RUN_URL] = f"{api.rstrip('/').removesuffix('/api')}/runs/flow-run/{context.flow_run.id}"
+        tags[FLOW_RUN_URL] = f"{api.rstrip('/').removesuffix('/api')}/runs/flow-run/{run_id}"
     return tags
 
 

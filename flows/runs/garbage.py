@@ -112,72 +112,50 @@ def _is_there(facts: PublishFacts) -> bool:
 # -- MLflow's registry ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Registry:
-    """The registries that may hold models of a storage: those of its runs, and that of the spec.
+def find_versions(storage: str, runs: Iterable[PastRun], config: TrackingConfig) -> list[Referrer]:
+    """The registered versions in the registries of these runs and of the spec, and what they refer to.
 
-    Attributes:
-        uris: tracking URIs, with credentials where the environment has them.
-        missing: databases that runs were recorded in and that are not there.
+    Raises:
+        InfrastructureError: a registry cannot be asked.
     """
+    root = Store.open(storage)
+    own = tracking_uri(config, root)  # with credentials, where the environment has them
+    uris = {own}
+    for uri in sorted({str(run.record.get("tracking_uri")) for run in runs if run.mlflow_run_id} - {mask(own)}):
+        if _database(uri) is None or _is_file(uri):
+            uris.add(uri)
+        # A storage that was moved or copied has its database next to it.
+        elif not _is_file(default_tracking_uri(root)):
+            raise _unreachable(uri, "its database is not there")
+    return [referrer for uri in sorted(uris) for referrer in _versions_of(uri, root)]
 
-    storage: str
-    uris: tuple[str, ...]
-    missing: tuple[str, ...] = field(default=())
 
-    @classmethod
-    def of(cls, storage: str, runs: Iterable[PastRun], config: TrackingConfig) -> Registry:
-        """The registries of these runs."""
-        root = Store.open(storage)
-        own = tracking_uri(config, root)
-        recorded = {str(run.record.get("tracking_uri")) for run in runs if run.mlflow_run_id}
-        uris, missing = {own}, set()
-        for uri in recorded - {mask(own)}:
-            if _database(uri) is None or _is_file(uri):
-                uris.add(uri)
-            # A storage that was moved or copied has its database beside it.
-            elif not _is_file(default_tracking_uri(root)):
-                missing.add(uri)
-        return cls(storage, tuple(sorted(uris)), tuple(sorted(missing)))
+def _versions_of(uri: str, root: Store) -> Iterator[Referrer]:
+    if MASK in uri:
+        raise _unreachable(uri, "its credentials are not in the environment")
+    if _database(uri) is not None and not _has_versions(uri):
+        return  # without importing mlflow, which takes seconds
+    from trainer_lib.trackers.mlflow.mlflow_client import connect
+    from trainer_lib.trackers.mlflow.mlflow_registry import list_model_versions
 
-    def find_versions(self) -> list[Referrer]:
-        """The registered versions, and what they refer to.
+    try:
+        versions = list_model_versions(connect(uri))
+    except Exception as error:  # whatever mlflow raises
+        raise _unreachable(uri, first_line(error)) from error
+    for version in versions:
+        folders = {*_folder_of(version.source, root), *_folders_of_tags(version.tags)}
+        yield Referrer(f"registered as {version.name} version {version.version}", frozenset(folders), version.run_id)
 
-        Raises:
-            InfrastructureError: a registry cannot be asked.
-        """
-        if self.missing:
-            raise _unreachable(self.missing[0], "its database is not there")
-        return [referrer for uri in self.uris for referrer in self._versions_of(uri)]
 
-    def _versions_of(self, uri: str) -> Iterator[Referrer]:
-        if MASK in uri:
-            raise _unreachable(uri, "its credentials are not in the environment")
-        if _database(uri) is not None and not _has_versions(uri):
-            return  # without importing mlflow, which takes seconds
-        from trainer_lib.trackers.mlflow.mlflow_client import connect
-        from trainer_lib.trackers.mlflow.mlflow_registry import list_model_versions
-
-        try:
-            versions = list_model_versions(connect(uri))
-        except Exception as error:  # whatever mlflow raises
-            raise _unreachable(uri, first_line(error)) from error
-        for version in versions:
-            folders = {*self._folder_of(version.source), *_folders_of_tags(version.tags)}
-            yield Referrer(
-                f"registered as {version.name} version {version.version}", frozenset(folders), version.run_id
-            )
-
-    def _folder_of(self, source: str) -> set[Folder]:
-        """The stage's folder that a version's source lies in."""
-        text = unquote(urlsplit(source).path) if source.startswith("file://") else source
-        root = Store.open(self.storage)
-        for place in {root.url, unquote(urlsplit(root.url).path) if root.is_local else root.url}:
-            below = text.removeprefix(f"{place.rstrip('/')}/{STAGES}/")
-            parts = below.split("/")
-            if below != text and len(parts) > 1:
-                return {(parts[0], parts[1])}
-        return set()
+def _folder_of(source: str, root: Store) -> set[Folder]:
+    """The stage's folder that a version's source is in."""
+    text = unquote(urlsplit(source).path) if source.startswith("file://") else source
+    for place in {root.url, unquote(urlsplit(root.url).path) if root.is_local else root.url}:
+        below = text.removeprefix(f"{place.rstrip('/')}/{STAGES}/")
+        parts = below.split("/")
+        if below != text and len(parts) > 1:
+            return {(parts[0], parts[1])}
+    return set()
 
 
 def _folders_of_tags(tags: Mapping[str, Any]) -> set[Folder]:
@@ -292,7 +270,7 @@ def find_garbage(
     others = find_publications(storage)
     if not skip_registry:
         try:
-            others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
+            others += find_versions(storage, runs, config or TrackingConfig())
         except InfrastructureError as error:
             garbage.obstacle = error
     garbage.obstacle = garbage.obstacle or next(iter(changed), None)
@@ -490,7 +468,7 @@ def _references_now(storage: str, config: TrackingConfig | None, skip_registry: 
     runs = _list_runs(storage, raise_damage)
     others = find_publications(storage)
     if not skip_registry:
-        others += Registry.of(storage, runs, config or TrackingConfig()).find_versions()
+        others += find_versions(storage, runs, config or TrackingConfig())
     root = Store.open(storage)
     places = {root: collect_folders(runs, others)}
     if LIMITED in root.children():

@@ -29,7 +29,7 @@ from trainer_lib.locks.removal import leave_mark
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import run_folder
-from trainflow.flows.records.prefect_runs import configured_api
+from trainflow.flows.records.prefect_runs import configured_api, current_flow_run_id
 from trainflow.flows.records.results import RUN_ID_CHARS
 from trainflow.tasks.stage.progress import Event, describe, subscribe
 from trainflow.tasks.stage.retry import now
@@ -170,7 +170,7 @@ class _Heart:
         self.id = uuid.uuid4().hex
         self._about: dict[str, Any] = {
             "holder": asdict(Holder.this_process(SILENT_S)),
-            "flow_run_id": _flow_run_id() if in_flow else None,
+            "flow_run_id": str(run_id) if in_flow and (run_id := current_flow_run_id()) else None,
         }
         self._state: Event = {}
         self._wake, self._done = threading.Event(), False
@@ -235,13 +235,6 @@ class _Heart:
             self._folder.replace(f"{self.id}.beat", json.dumps(beat).encode())
         except StorageError as error:  # the next beat may succeed; the work does not depend on it
             _log.debug("The sign of life was not written: %s", error)
-
-
-def _flow_run_id() -> str | None:
-    from prefect.context import FlowRunContext
-
-    context = FlowRunContext.get()
-    return str(context.flow_run.id) if context is not None and context.flow_run is not None else None
 
 
 def _read(alive: Store, name: str) -> Sign | None:

@@ -208,7 +208,7 @@ def test_prefect_gets_a_summary_and_the_curve() -> None:
 
 def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_artifacts, "LIMIT_S", 0.5)
-    monkeypatch.setattr(_artifacts, "_flow_run_id", lambda: "00000000-0000-0000-0000-000000000001")
+    monkeypatch.setattr(_artifacts, "current_flow_run_id", lambda: "00000000-0000-0000-0000-000000000001")
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
