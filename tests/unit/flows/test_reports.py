@@ -23,7 +23,7 @@ from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.mlflow_client import FAILURE_TAG
 from trainer_lib.trackers.names import flatten_params
-from trainflow.flows.cli.commands import planning
+from trainflow.flows.cli.commands import execution
 from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome, read_training_history
@@ -405,7 +405,7 @@ def test_conversations_are_shown_with_what_is_trained_marked(tmp_path: Path) -> 
     assert f"<td>summary</td><td><code>{SUMMARY}" in page
     reasons: Any = SimpleNamespace(reasons={"prepare-data": SimpleNamespace(manifest=prepared)})
     full: Any = FullPlan(reasons, cast("Any", None), ())
-    lines = [line.plain for line in planning._data(full)]
+    lines = [line.plain for line in execution._data(full)]
     assert lines[:4] == [
         f"  data         {SUMMARY}",
         "  trained      chats.jsonl, row 0",
