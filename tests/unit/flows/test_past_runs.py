@@ -92,13 +92,22 @@ def test_a_damaged_record_is_named_once_and_the_other_runs_are_listed(
             remove_garbage(str(storage), find_garbage(str(storage)))
 
 
-def test_a_run_is_named_by_its_id_its_beginning_or_its_mlflow_run(storage: Path) -> None:
+def test_a_run_is_named_by_its_id_its_name_its_mlflow_run_a_tag_or_as_the_last(storage: Path) -> None:
     assert [run.id for run in list_runs(str(storage))] == [OTHER, SECOND, FIRST], "newest first, and no torn records"
     assert list_runs(str(storage / "nowhere")) == []
     for text in (FIRST, "3fa9c1", "a" * 32):
         run = find_run(str(storage), text, field="--from-run", pipeline="toy")
         assert (run.id, run.failed, dict(run.stages)) == (FIRST, "train", {"prepare-data": "0" * 64})
         assert str(run) == f"{FIRST} (toy, 2026-11-20 10:00 UTC, train failed)"
+    record(storage, "d" * 16, run_name="toy-lr0.01-3", started="2026-11-19T10:00:00Z")
+    where = str(storage)
+    assert find_run(where, "toy-lr0.01-3", field="RUN").id == "d" * 16
+    assert find_run(where, "last", field="RUN").id == OTHER
+    assert find_run(where, "last", field="RUN", pipeline="toy").id == SECOND
+    assert "Did you mean toy-lr0.01-3?" in str(refused(storage, "toy-lr0.1-3").remedy)
+    tag_run(where, find_run(where, FIRST, field="RUN"), "baseline")
+    tag_run(where, find_run(where, FIRST, field="RUN"), "baseline")  # safe to repeat
+    assert find_run(where, "baseline", field="RUN").id == FIRST
 
 
 def test_an_id_that_means_no_run_names_the_nearest_and_what_there_is(storage: Path) -> None:
@@ -136,18 +145,6 @@ def test_the_last_run_is_the_newest_that_has_what_is_needed(storage: Path, caplo
     assert find_run(where, "last", field="RUN", needs="prepare-data").id == OTHER
     assert find_run(where, "last", field="RUN", needs="predict").id == OTHER, "the command then says what is missing"
     assert not caplog.records
-
-
-def test_a_run_is_also_named_by_its_name_a_tag_or_as_the_last(storage: Path) -> None:
-    record(storage, "d" * 16, run_name="toy-lr0.01-3", started="2026-11-19T10:00:00Z")
-    where = str(storage)
-    assert find_run(where, "toy-lr0.01-3", field="RUN").id == "d" * 16
-    assert find_run(where, "last", field="RUN").id == OTHER
-    assert find_run(where, "last", field="RUN", pipeline="toy").id == SECOND
-    assert "Did you mean toy-lr0.01-3?" in str(refused(storage, "toy-lr0.1-3").remedy)
-    tag_run(where, find_run(where, FIRST, field="RUN"), "baseline")
-    tag_run(where, find_run(where, FIRST, field="RUN"), "baseline")  # safe to repeat
-    assert find_run(where, "baseline", field="RUN").id == FIRST
 
 
 def test_a_tag_names_one_run_until_it_is_taken_away(storage: Path) -> None:

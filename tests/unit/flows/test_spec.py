@@ -404,12 +404,6 @@ def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("data.json").write_text("[1, 2]")
 
 
-def test_what_is_named_is_taken() -> None:
-    Path("pipeline.yaml").write_text(SPEC)
-    assert choose_spec_file(Path("other.yaml"), ["a=1"]) == (Path("other.yaml"), ["a=1"])
-    assert choose_spec_file(Path("absent"), None) == (Path("absent"), [])
-
-
 def test_the_only_spec_of_the_folder_is_taken() -> None:
     with pytest.raises(ConfigError, match=r"(?s)has none.*trainflow init NAME"):
         choose_spec_file(None, ["a=1"])
@@ -424,8 +418,10 @@ def test_the_only_spec_of_the_folder_is_taken() -> None:
     assert choose_spec_file(None, None) == (Path("pipeline.yaml"), [])
 
 
-def test_the_first_word_may_be_an_override() -> None:
+def test_the_first_word_is_a_spec_or_an_override() -> None:
     Path("pipeline.yaml").write_text(SPEC)
+    assert choose_spec_file(Path("other.yaml"), ["a=1"]) == (Path("other.yaml"), ["a=1"])
+    assert choose_spec_file(Path("absent"), None) == (Path("absent"), [])
     assert choose_spec_file(Path("train.args.seed=1"), ["a=2"]) == (Path("pipeline.yaml"), ["train.args.seed=1", "a=2"])
     Path("lr=1.yaml").write_text(SPEC)
     assert choose_spec_file(Path("lr=1.yaml"), None) == (Path("lr=1.yaml"), [])
@@ -461,9 +457,6 @@ def test_a_storage_that_is_named_has_to_be_there(path: Path) -> None:
     # That of a spec may be one of runs to come.
     assert PlaceWords([str(path)], None).choose("runs").storage == str(path.parent / "store")
     assert not (path.parent / "store").exists()
-
-
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
 
 
 @pytest.fixture
@@ -506,12 +499,6 @@ def test_a_check_trains_a_few_steps_and_evaluates_and_saves_in_them(
 ) -> None:
     spec = limited(path, "train.eval_split=test", *(f"train.args.{name}={value}" for name, value in given.items()))
     assert {name: spec.train.args.get(name) for name in expected} == expected
-
-
-@pytest.mark.parametrize("example", ["digits/pipeline.yaml", "stdlib_lm/pipeline.yaml", "stdlib_lm/quick.yaml"])
-def test_the_examples_can_be_checked(example: str) -> None:
-    spec = load_spec(EXAMPLES / example, ("limit=20",))
-    assert spec.resolver.arguments(spec.train.args).max_steps == 4
 
 
 def test_the_keys_of_a_check_are_never_those_of_a_run(path: Path) -> None:
