@@ -68,12 +68,6 @@ class Fetch(Dataset[Any]):
         self._pure_collate = is_pure_collator(collate)
         self._pure = is_pure(self.dataset) and self._pure_collate
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int) -> Any:
-        return self.dataset[index]
-
     def __getitems__(self, keys: Keys) -> Any:
         """The collated batch of these samples."""
         return self._read_block([keys])[0]
