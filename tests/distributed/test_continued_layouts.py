@@ -33,8 +33,8 @@ RESUMED: dict[str, dict[str, int]] = {
     "sequence": {"sequence": 2},
     "replicas of sequence": {"replicate": 2, "sequence": 2},
     "shards of sequence": {"shard": 2, "sequence": 2},
-    "sent": {"dispatch": 2},
-    "sent in shards": {"shard": 2, "dispatch": 2},
+    "sent": {"expert": 2},
+    "sent in shards": {"shard": 2, "expert": 2},
 }
 
 
@@ -47,7 +47,7 @@ def resumed(folder: str, layouts: Mapping[str, dict[str, int]]) -> dict[str, lis
     out: dict[str, list[Any]] = {}
     for name, sizes in layouts.items():
         given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
-        made = mixture if "dispatch" in sizes else llama
+        made = mixture if "expert" in sizes else llama
         for stop in (None, 2):
             one = train_in_parts(partial(_with_dropout, f"{folder}/{name} {stop}", made, given), stop)
             state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
@@ -114,7 +114,7 @@ def continued(
 
 #: A model, and the layout that it is stopped in.
 CONTINUED: dict[str, tuple[str, dict[str, int]]] = {
-    "sent": ("mixtral", {"dispatch": 2}),
+    "sent": ("mixtral", {"expert": 2}),
     "sequence": ("llama", {"sequence": 2}),
 }
 

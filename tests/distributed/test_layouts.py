@@ -280,16 +280,16 @@ def test_divided_layers_call_python_little_more_than_shards_do(tmp_path: Path) -
 
 MIXTURES: dict[int, dict[str, dict[str, Any]]] = {
     2: {
-        "sent": {"model": "mixtral", "layout": {"dispatch": 2}},
-        "sent to frozen ones": {"model": "frozen", "layout": {"dispatch": 2}},
-        "sent to others": {"model": "qwen mixture", "layout": {"dispatch": 2}},
-        "sent to one": {"model": "partial", "layout": {"dispatch": 2}},
-        "sent again": {"model": "partial", "layout": {"dispatch": 2}, "gradient_checkpointing": True},
+        "sent": {"model": "mixtral", "layout": {"expert": 2}},
+        "sent to frozen ones": {"model": "frozen", "layout": {"expert": 2}},
+        "sent to others": {"model": "qwen mixture", "layout": {"expert": 2}},
+        "sent to one": {"model": "partial", "layout": {"expert": 2}},
+        "sent again": {"model": "partial", "layout": {"expert": 2}, "gradient_checkpointing": True},
     },
     4: {
-        "sent to single ones": {"model": "mixtral", "layout": {"dispatch": 4}},
-        "sent in shards": {"model": "mixtral", "layout": {"shard": 2, "dispatch": 2}},
-        "sent in replicas": {"model": "mixtral", "layout": {"replicate": 2, "dispatch": 2}},
+        "sent to single ones": {"model": "mixtral", "layout": {"expert": 4}},
+        "sent in shards": {"model": "mixtral", "layout": {"shard": 2, "expert": 2}},
+        "sent in replicas": {"model": "mixtral", "layout": {"replicate": 2, "expert": 2}},
     },
 }
 
@@ -318,10 +318,10 @@ def test_divided_experts_train_as_on_one_process(tmp_path: Path, world: int) -> 
 
 def test_a_plan_gathers_a_part_of_experts_that_are_sent_tokens(tmp_path: Path) -> None:
     layer = mixture().model.layers[0]
-    shared, sent = (_gathered_bytes(mixture(), arguments(tmp_path, parallelism={n: 2})) for n in ("shard", "dispatch"))
+    shared, sent = (_gathered_bytes(mixture(), arguments(tmp_path, parallelism={n: 2})) for n in ("shard", "expert"))
     assert shared - sent == sum(each.nbytes for each in layer.mlp.experts.parameters()) / 2
     with pytest.raises(ConfigError, match="has no experts"):
-        _gathered_bytes(llama(), arguments(tmp_path, parallelism={"dispatch": 2}))
+        _gathered_bytes(llama(), arguments(tmp_path, parallelism={"expert": 2}))
 
 
 # ----------------------------------------------------------------------------------------------------- divided tokens
@@ -460,7 +460,7 @@ PARTS: dict[str, dict[str, tuple[Callable[[], Any], dict[str, Any], float]]] = {
         "frozen": (lambda: frozen(llama(**HEADS), "mlp", "embed"), {}, 2e-6),
         "frozen norms": (lambda: frozen(llama(**HEADS), "norm"), {}, 2e-6),
     },
-    "dispatch": {
+    "expert": {
         "bf16": (mixture, {"bf16": True}, 0.02),
         "clipped": (mixture, {"max_grad_norm": 0.1}, 2e-6),
         "experts alone": (lambda: frozen(mixture(), "self_attn", "norm", "embed", "lm_head", "gate.weight"), {}, 2e-6),
@@ -493,7 +493,7 @@ def test_divided_parts_generate_and_train_in_bf16_clipped_and_frozen(tmp_path: P
 
 #: The model, of which some answers end before others, what divides it, and whether ranks may have other prompts.
 ANSWERED: dict[str, tuple[Callable[[], Any], dict[str, Any], bool]] = {
-    "sent": (lambda: mixture(eos_token_id=[*range(5, 12)]), {"parallelism": {"dispatch": 2}}, True),
+    "sent": (lambda: mixture(eos_token_id=[*range(5, 12)]), {"parallelism": {"expert": 2}}, True),
     "encoder": (seq2seq.t5, {"fsdp": "full_shard auto_wrap"}, True),
     "tensor": (lambda: llama(**HEADS, eos_token_id=[18, 19]), {"parallelism": {"tensor": 2}}, False),
     "zero": (lambda: llama(**HEADS, eos_token_id=[18, 19]), {"deepspeed": {"zero_optimization": {"stage": 3}}}, False),
@@ -546,8 +546,8 @@ def refused(folder: str) -> list[str]:
         (llama(), {"parallelism": {"tensor": 4}}),
         (Halves(), {"parallelism": {"tensor": 4}}),
         (llama(**HEADS), {"parallelism": {"tensor": 2}}),
-        (llama(**HEADS), {"parallelism": {"dispatch": 4}}),
-        (mixture(num_local_experts=6), {"parallelism": {"dispatch": 4}}),
+        (llama(**HEADS), {"parallelism": {"expert": 4}}),
+        (mixture(num_local_experts=6), {"parallelism": {"expert": 4}}),
     ):
         with pytest.raises(ConfigError) as caught:
             trainer(folder, ROWS, model=model, **given)  # type: ignore[arg-type]
@@ -563,5 +563,5 @@ def test_what_a_model_cannot_be_divided_into_is_refused(tmp_path: Path) -> None:
         assert "2 heads (num_attention_heads) cannot be divided among 4 processes. Give 2." in heads
         assert "Halves does not say how its layers can be divided" in plan
         assert "Its product is 2, and there are 4 processes." in product
-        assert "parallelism.dispatch = 4: The model LlamaForCausalLM has no experts that can be divided" in none
-        assert "parallelism.dispatch = 4: The model's 6 experts cannot be divided among 4 processes. Give 3." in experts
+        assert "parallelism.expert = 4: The model LlamaForCausalLM has no experts that can be divided" in none
+        assert "parallelism.expert = 4: The model's 6 experts cannot be divided among 4 processes. Give 3." in experts

@@ -222,7 +222,7 @@ def test_what_each_strategy_holds_and_writes_on_each_of_four_ranks(
         ({"shard": 2, "tensor": 2}, (120, 120, 240, 120), (360, 4)),
         ({"replicate": 2, "tensor": 2}, (240, 240, 480, 240), (720, 2)),
         ({"replicate": 2, "shard": 2}, (200, 200, 400, 200), (600, 2)),
-        ({"shard": 2, "dispatch": 2}, (100, 100, 200, 200), (300, 4)),
+        ({"shard": 2, "expert": 2}, (100, 100, 200, 200), (300, 4)),
         ({"shard": 2, "sequence": 2}, (100, 100, 200, 200), (300, 4)),
     ],
 )

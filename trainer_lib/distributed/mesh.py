@@ -37,7 +37,7 @@ class Mesh(Grid):
     @functools.cached_property
     def of_shards(self) -> DeviceMesh:
         """Torch's mesh of the copies of a parameter and of those that hold its rows. Collective when first read."""
-        if self.sizes["dispatch"] == self.sizes["sequence"] == 1:
+        if self.sizes["expert"] == self.sizes["sequence"] == 1:
             return self.along("replicate", "shard")
         from torch.distributed.device_mesh import init_device_mesh
 

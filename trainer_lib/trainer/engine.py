@@ -211,7 +211,7 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
 
         return DeepSpeedStrategy(device, comm, args)
     layout = read_layout(args)
-    if layout is not None and (layout.tensor > 1 or layout.dispatch > 1):
+    if layout is not None and (layout.tensor > 1 or layout.expert > 1):
         from trainer_lib.strategies.tensor.tensor_strategy import TensorStrategy
 
         return TensorStrategy(device, comm, args)

@@ -108,12 +108,12 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
     else:  # what people choose as units: the layers that a model repeats
         units = [layer for parent in model.modules() if isinstance(parent, nn.ModuleList) for layer in parent]
     layout = read_layout(args)
-    dispatch = 1 if layout is None else layout.dispatch
-    sent = set(map(id, _expert_parameters(model, dispatch))) if dispatch > 1 else set()
+    expert = 1 if layout is None else layout.expert
+    sent = set(map(id, _expert_parameters(model, expert))) if expert > 1 else set()
 
     def gathered(params: Iterable[nn.Parameter]) -> int:
         # Experts that are sent tokens are gathered among those that hold rows of the same ones.
-        return sum(_bytes(param) // (dispatch if id(param) in sent else 1) for param in params)
+        return sum(_bytes(param) // (expert if id(param) in sent else 1) for param in params)
 
     within = {id(param) for unit in units for param in unit.parameters()}
     rest = gathered(param for param in model.parameters() if id(param) not in within)

@@ -5,13 +5,13 @@
     parallelism   accelerate's ParallelismConfig   transformers' DistributedConfig   processes that …
     replicate     dp_replicate_size                dp_replicate_size                 hold copies of the model
     shard         dp_shard_size                    fsdp_size                         hold rows of every parameter
-    dispatch      -                                ep_size, a part of fsdp_size      hold experts, and are sent tokens
+    expert        -                                ep_size, a part of fsdp_size      hold experts, and are sent tokens
     sequence      sp_size                          -                                 compute a part of all rows
     tensor        tp_size                          tp_size                           compute a part of every layer
     plan          -                                tp_plan                           the layers that `tensor` divides
 
 Ranks count the last dimension fastest, so processes that exchange most are neighbours. Samples are divided over
-`replicate` x `shard` x `dispatch` processes; those of one tensor or sequence group see the same ones, whose number is
+`replicate` x `shard` x `expert` processes; those of one tensor or sequence group see the same ones, whose number is
 the data rank. A plan maps patterns of modules' names ("layers.*.up") to styles; without one the model's own
 counts. Nothing here imports torch.
 """
@@ -31,9 +31,9 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
 
-DIMENSIONS = ("replicate", "shard", "dispatch", "sequence", "tensor")
+DIMENSIONS = ("replicate", "shard", "expert", "sequence", "tensor")
 "Names of the dimensions, the outermost first."
-DATA = ("replicate", "shard", "dispatch")
+DATA = ("replicate", "shard", "expert")
 "The dimensions along which processes train on different samples."
 
 
@@ -90,20 +90,19 @@ STYLES: Mapping[str, str] = {
 }
 _OLD_STYLES = {"colwise_rep": "colwise_gather_output", "rowwise_rep": "rowwise_split_input"}
 _NAMES = {
-    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "dispatch", "expert", "plan")},
+    **{name: name for name in ("replicate", "shard", "tensor", "sequence", "expert", "plan")},
     "dp_replicate_size": "replicate",
     "dp_shard_size": "shard",
     "fsdp_size": "shard",
     "tp_size": "tensor",
     "sp_size": "sequence",
-    "ep_size": "dispatch",
+    "ep_size": "expert",
     "tp_plan": "plan",
     "cp_size": "context",
     "pp_size": "pipeline",
 }
 _UNSERVED = {
     "context": ("There is no ring attention.", "Use sequence, which divides tokens, and heads in the attention."),
-    "expert": ("Experts are not divided among processes with the same samples.", "Use dispatch, which sends tokens."),
     "pipeline": ("Layers do not form a pipeline.", "Use tensor inside of a machine and shard across machines."),
 }
 # Of the peers' classes: what says how, and not how many.
@@ -133,7 +132,7 @@ _WITH_SEQUENCE = {
 }
 _UNSERVED_WITH = {
     "sequence": _WITH_SEQUENCE,
-    "dispatch": _WITH_EXPERT,
+    "expert": _WITH_EXPERT,
     "tensor": _WITH_TENSOR,
 }
 
@@ -169,7 +168,7 @@ class Layout:
 
     replicate: int = 1
     shard: int = 1
-    dispatch: int = 1
+    expert: int = 1
     sequence: int = 1
     tensor: int = 1
     plan: Mapping[str, str] | None = None
@@ -178,7 +177,7 @@ class Layout:
     @property
     def data_size(self) -> int:
         """The number of processes that train on different samples."""
-        return self.replicate * self.shard * self.dispatch
+        return self.replicate * self.shard * self.expert
 
     @property
     def processes(self) -> int:
@@ -188,15 +187,15 @@ class Layout:
     @property
     def shards(self) -> int:
         """The number of processes that hold different rows of a parameter."""
-        return self.shard * self.dispatch * (self.sequence if self.shard > 1 else 1)
+        return self.shard * self.expert * (self.sequence if self.shard > 1 else 1)
 
     def sizes(self) -> dict[str, int]:
         """Return the dimensions of a mesh; a copy that is divided by no one is a shard of one process."""
         sizes = {"replicate": self.replicate} if self.replicate > 1 else {}
-        if self.shard > 1 or self.replicate > 1 or self.dispatch > 1:
+        if self.shard > 1 or self.replicate > 1 or self.expert > 1:
             sizes["shard"] = self.shard
-        if self.dispatch > 1:
-            sizes["dispatch"] = self.dispatch
+        if self.expert > 1:
+            sizes["expert"] = self.expert
         if self.sequence > 1:
             sizes["sequence"] = self.sequence
         return {**sizes, **({"tensor": self.tensor} if self.tensor > 1 or not sizes else {})}
@@ -240,7 +239,7 @@ def _read(field: str, given: Mapping[str, Any]) -> Layout:
 
 def _overlay_experts(values: dict[str, Any], field: str) -> None:
     """Read `ep_size` as transformers does: the experts are divided over a part of the processes of `fsdp_size`."""
-    shard, experts = values["shard"], values["dispatch"]
+    shard, experts = values["shard"], values["expert"]
     if shard % experts:
         raise ConfigError(
             f"The {shard} processes of fsdp_size cannot be grouped by {experts}.",
@@ -288,11 +287,11 @@ def check_layout(args: ArgumentGroups) -> None:
         raise ConfigError(
             f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
         )
-    if layout.dispatch > 1 and layout.tensor > 1:
+    if layout.expert > 1 and layout.tensor > 1:
         raise ConfigError(
             "Experts are divided where all other layers are whole.",
-            field=f"{layout.field}.{'dispatch' if layout.field == FIELD else 'ep_size'}",
-            value=layout.dispatch,
+            field=f"{layout.field}.{'expert' if layout.field == FIELD else 'ep_size'}",
+            value=layout.expert,
             remedy="Remove tensor, or give shard instead of it.",
         )
     if layout.shards > 1 or layout.tensor > 1:
@@ -303,7 +302,7 @@ def check_layout(args: ArgumentGroups) -> None:
 
 
 def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, str]], args: ArgumentGroups) -> None:
-    for other in ("dispatch", "tensor") if size == "sequence" else ():
+    for other in ("expert", "tensor") if size == "sequence" else ():
         if getattr(layout, other) > 1:
             raise ConfigError(
                 f"This is not supported together with {other}.",

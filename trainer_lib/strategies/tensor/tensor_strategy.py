@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
 
 _Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
-_EXPERTS = "parallelism.dispatch"
+_EXPERTS = "parallelism.expert"
 _STYLE = "ep_dispatch_experts"
 
 
@@ -59,7 +59,7 @@ class TensorStrategy(FsdpStrategy):
     @override
     def check_model(self, model: nn.Module) -> None:
         if not self.is_divided(model):
-            if (parts := self.mesh.sizes["dispatch"]) > 1:
+            if (parts := self.mesh.sizes["expert"]) > 1:
                 plan_experts(model, parts)
             else:
                 plan_layers(model, self._plan, self.mesh.sizes["tensor"])
@@ -72,8 +72,8 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def _divide_layers(self, model: nn.Module) -> None:
-        if (parts := self.mesh.sizes["dispatch"]) > 1:
-            divide_experts(model, plan_experts(model, parts), self.mesh.along("dispatch"))
+        if (parts := self.mesh.sizes["expert"]) > 1:
+            divide_experts(model, plan_experts(model, parts), self.mesh.along("expert"))
             return
         styles = plan_layers(model, self._plan, self.mesh.sizes["tensor"])
         mesh = self.mesh.along("tensor")

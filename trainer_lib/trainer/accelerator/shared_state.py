@@ -28,8 +28,7 @@ if TYPE_CHECKING:
 ORIGINAL = "_trainflow_original"
 _OURS = "_trainflow_filled"
 #: accelerate's names of dimensions; those of experts are transformers'.
-_MESH_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "sequence": "sp", "tensor": "tp"}
-_MESH_NAMES |= {"dispatch": "ep"}
+_MESH_NAMES = {"replicate": "dp_replicate", "shard": "dp_shard", "expert": "ep", "sequence": "sp", "tensor": "tp"}
 
 
 def distributed_type(world: World, strategy: Strategy) -> Any:
