@@ -27,16 +27,13 @@ import os
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from trainer_lib.arguments import io
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments, constructor_names
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-
-if TYPE_CHECKING:
-    from trainer_lib.arguments.training import TrainingArguments
 
 _PACKAGE = "transformers"
 _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific one first
@@ -247,8 +244,6 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
     Raises:
         ConfigError: as `apply_launcher`.
     """
-    from trainer_lib.arguments.training import TrainingArguments
-
     settings = list(implied(environ))
     if not settings:
         return dict(given)

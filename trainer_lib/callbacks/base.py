@@ -40,7 +40,6 @@ from trainer_lib.state import TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.state import TrainerControl, TrainerState
 
 logger = logging.getLogger(__name__)
 
