@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import toy
-from tests.support.command import Cli, Done
+from tests.support.command import Cli
 from tests.support.runs import IN_PROCESS, ran, reason, run, spec_of
 from tests.support.s3 import NOWHERE, S3_AWAY
 from tests.support.toy import RECIPE
@@ -41,17 +41,6 @@ def project(folder: Path, *, data: str = DATA, storage: Path | None = None) -> P
     if storage is not None:
         spec.write_text(spec.read_text().replace("storage: store", f"storage: {storage}"))
     return spec
-
-
-def told(done: Done, code: int, title: str) -> dict[str, str]:
-    """The message of a failed command, by its rows; checked for what every message must have."""
-    assert done.code == code, done.out + done.err
-    assert "Traceback" not in done.out + done.err
-    first, *lines = done.err.splitlines()
-    assert first == f"✗ {title}"
-    rows = dict(re.findall(r"^  (where|why|do|more) +(\S.*)$", "\n".join(lines), re.M))
-    assert {"where", "why", "do"} <= set(rows), done.err
-    return rows
 
 
 def committed(storage: Path) -> set[Path]:
@@ -96,7 +85,7 @@ def test_what_the_spec_can_tell_is_refused_at_once(
     monkeypatch.setitem(sys.modules, "gcsfs", None)
     # An engine that starts would fail.
     done = cli("run", plain, override, cwd=folder, env={"PREFECT_API_URL": "http://127.0.0.1:9/api"})
-    rows = told(done, 2, "bad input")
+    rows = done.failure()
     assert done.out == ""
     assert where in rows["where"]
     assert re.search(why, rows["why"]), rows
@@ -123,7 +112,7 @@ def test_what_is_out_of_reach_is_named_in_plain_words(
     plain: Path, command: str, overrides: list[str], where: str, why: str, cli: Cli
 ) -> None:
     done = cli(command, plain, *overrides, cwd=plain.parent, env=S3_AWAY)
-    rows = told(done, 14, "storage out of reach")
+    rows = done.failure(14, "storage out of reach")
     assert rows["where"].startswith(where)
     assert why in rows["why"]
     assert "Check the" in rows["do"]
@@ -144,10 +133,10 @@ def test_the_same_command_works_once_its_cause_is_repaired(tmp_path: Path, cli: 
     spec = project(tmp_path, data=DATA.replace('{"x": [x]', '{"x": [float("nan") if _ == 7 else x]'))
     words = ("run", spec, *IN_PROCESS, "predict.enabled=false", "publish.enabled=false")
     (tmp_path / "store").write_text("in the way")
-    assert "is a file, not a folder" in told(cli(*words), 2, "bad input")["why"]
+    assert "is a file, not a folder" in cli(*words).failure()["why"]
     (tmp_path / "store").unlink()
     nan = cli(*words)
-    rows = told(nan, 11, "bad data")
+    rows = nan.failure(11, "bad data")
     assert "NaN in split 'train', row 7, column 'x'" in rows["why"]
     assert "prepare.allow_nan=true" in rows["do"]
     assert re.search(r"^  train +skipped +prepare-data failed$", nan.out, re.M), nan.out
@@ -205,7 +194,7 @@ def test_what_shows_when_it_runs_ends_its_stage(ground: Path, case: str, tmp_pat
     (tmp_path / file).write_text((tmp_path / file).read_text().replace(old, new, 1))
     measures = ["evaluate.recipe=measures.py"] if file == "measures.py" else []
     done = cli("run", spec, *IN_PROCESS, *measures, cwd=tmp_path, env={"XDG_STATE_HOME": str(tmp_path / "state")})
-    rows = told(done, code, TITLES[code])
+    rows = done.failure(code, TITLES[code])
     assert where in rows["where"]
     assert re.search(why, rows["why"]), rows
     assert do in rows["do"]
@@ -223,7 +212,7 @@ def test_what_shows_when_it_runs_ends_its_stage(ground: Path, case: str, tmp_pat
 
 def test_a_stage_alone_needs_what_comes_before_it(tmp_path: Path, cli: Cli, prefect_server: str) -> None:
     done = cli("run", project(tmp_path), "--only", "predict")
-    rows = told(done, 2, "bad input")
+    rows = done.failure()
     assert rows["where"] == "--only = predict"
     assert "prepare-data comes before it and has no committed result" in rows["why"]
     assert done.out == "", "no table of nothing"

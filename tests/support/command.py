@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,16 @@ class Done:
     code: int
     out: str
     err: str
+
+    def failure(self, code: int = 2, title: str = "bad input") -> dict[str, str]:
+        """The message with which it failed, by its rows; checked for what every message must have."""
+        assert self.code == code, self.out + self.err
+        assert "Traceback" not in self.out + self.err
+        first, *lines = self.err.splitlines()
+        assert first == f"✗ {title}"
+        rows = dict(re.findall(r"^  (where|why|do|more) +(\S.*)$", "\n".join(lines), re.M))
+        assert {"where", "why", "do"} <= set(rows), self.err
+        return rows
 
 
 def trainflow(*arguments: str | Path, cwd: Path | None = None, env: Mapping[str, str] | None = None) -> Done:
