@@ -63,7 +63,7 @@ def compare_with_plan(folder: Store, storage: str, outcome: Mapping[str, Any]) -
 
 def comparison_cells(compared: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """The rows of `compare_with_plan` for people, below `HEAD`."""
-    cells = []
+    cells: list[tuple[str, ...]] = []
     for row in compared:
         what, form = _WORDS[row["quantity"]]
         cells.append((what, form(row["planned"]), form(row["actual"]), f"{row['difference']:+.1%}"))
