@@ -18,16 +18,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainer_lib.errors import TrainflowError
     from trainer_lib.model_folder.loaded import load_model
-    from trainflow.finished_sweep import Sweep
     from trainflow.recorded_run import Run, Runs, runs
-    from trainflow.specification import Spec
+    from trainflow.specification import Spec, Sweep
 
 # Written out, because looking into a module would import it.
 _NAMES = {
     "Run": "trainflow.recorded_run",
     "Runs": "trainflow.recorded_run",
     "Spec": "trainflow.specification",
-    "Sweep": "trainflow.finished_sweep",
+    "Sweep": "trainflow.specification",
     "TrainflowError": "trainer_lib.errors",
     "load_model": "trainer_lib.model_folder.loaded",
     "runs": "trainflow.recorded_run",

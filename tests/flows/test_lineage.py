@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.command import Cli, trainflow
 from tests.support.hub_server import HubServer
-from tests.support.runs import ran, run
+from tests.support.runs import only_folder, publication_of, ran, run, run_of
 from trainer_lib.errors import BrokenLineageError, ConfigError
 from trainer_lib.model_folder.lineage import FILE, read_lineage_file
 from trainer_lib.model_folder.locate import find_model
@@ -32,19 +32,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload ra
 
 STAGES = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
 CHECKPOINTS = ["checkpoint-4", "checkpoint-8"]
-
-
-def _only(folder: Path) -> Path:
-    [found] = [each for each in folder.iterdir() if each.is_dir()]
-    return found
-
-
-def _published(folder: Path) -> Path:
-    return _only(_only(folder / "store" / "hub") / "revisions")
-
-
-def _run(folder: Path) -> Path:
-    return _only(folder / "store" / "runs")
 
 
 def _checked(address: object, **how: Any) -> dict[str, LinkCheck]:
@@ -68,9 +55,9 @@ def _flip(path: Path, at: bytes = b"") -> None:
 
 
 def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
-    store, recorded, published = folder / "store", _run(folder), _published(folder)
+    store, recorded, published = folder / "store", run_of(folder), publication_of(folder)
     record = json.loads((recorded / "run.json").read_text())
-    train, predict = _only(store / "stages" / "train"), _only(store / "stages" / "predict")
+    train, predict = only_folder(store / "stages" / "train"), only_folder(store / "stages" / "predict")
     addresses = dict.fromkeys((recorded, recorded / "report.html"), "run")
     addresses |= dict.fromkeys((published, store / "hub" / "toy"), "publication")
     addresses |= dict.fromkeys((train, train / "checkpoints", predict, predict / "predictions" / "test"), "stage")
@@ -91,12 +78,12 @@ def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
 
 
 def test_an_address_that_a_run_prints_is_taken_by_every_command(folder: Path) -> None:
-    store, run = folder / "store", _run(folder)
-    train, predict = _only(store / "stages" / "train"), _only(store / "stages" / "predict")
+    store, run = folder / "store", run_of(folder)
+    train, predict = only_folder(store / "stages" / "train"), only_folder(store / "stages" / "predict")
     inside = (run, run / "report.html", train, train / "model", train / "checkpoints" / "checkpoint-8")
     for address in map(str, (*inside, predict / "predictions" / "test")):
         assert find_run(str(store), address, field="RUN").id == run.name, address
-    for address in map(str, (*inside, _published(folder))):
+    for address in map(str, (*inside, publication_of(folder))):
         assert find_model(address).description.name == "toy", address
     for address in map(str, (train, train / "model", train / "checkpoints")):
         assert [entry.name for entry in checkpoints.find(address)] == CHECKPOINTS[::-1], address
@@ -106,14 +93,16 @@ def test_an_address_that_a_run_prints_is_taken_by_every_command(folder: Path) ->
 
 
 def test_the_published_lineage_holds_neither_times_nor_places(folder: Path) -> None:
-    text = (_published(folder) / FILE).read_text()
+    text = (publication_of(folder) / FILE).read_text()
     assert str(folder) not in text and "://" not in text
-    published, recorded = (read_lineage_file(Store.open(str(each))) for each in (_published(folder), _run(folder)))
+    published, recorded = (
+        read_lineage_file(Store.open(str(each))) for each in (publication_of(folder), run_of(folder))
+    )
     assert published is not None and recorded is not None
     assert [link.stage for link in published.stages] == ["prepare-data", "train", "evaluate"]
     assert published.stages == tuple(link for link in recorded.stages if link in published.stages)
     assert published.versions["python"].count(".") == 2
-    statement = json.loads((_published(folder) / "provenance.json").read_text())
+    statement = json.loads((publication_of(folder) / "provenance.json").read_text())
     assert {each["name"] for each in statement["subject"]} == {entry.path for entry in published.files} | {FILE}
 
 
@@ -126,7 +115,7 @@ def test_a_model_in_mlflow_leads_to_its_training(finished: Path) -> None:
     done = trainflow("lineage", f"models:/{models['checkpoint-4']}", "--json", env=env)
     assert done.code == 0, done.err
     found = json.loads(done.out)
-    assert (found["kind"], found["run"]) == ("model", _run(finished).name)
+    assert (found["kind"], found["run"]) == ("model", run_of(finished).name)
     assert [link["stage"] for link in found["lineage"]["stages"]] == STAGES
     assert found["mlflow"]["run_id"] == found["lineage"]["mlflow_run_id"]
 
@@ -140,7 +129,7 @@ def _models(uri: str) -> list[Any]:
 
 
 def test_an_intact_chain_holds_at_every_link(folder: Path) -> None:
-    checks = _checked(_run(folder))
+    checks = _checked(run_of(folder))
     assert list(checks) == [*STAGES[:2], *CHECKPOINTS, *STAGES[2:], "publication", "run", "MLflow run"]
     assert _states(checks, "held") == list(checks), checks
     assert find_failure(list(checks.values())) is None
@@ -150,7 +139,7 @@ def test_an_intact_chain_holds_at_every_link(folder: Path) -> None:
 def test_the_chain_holds_on_an_object_store_and_a_changed_byte_breaks_it(folder: Path, s3_url: str) -> None:
     storage, s3 = f"{s3_url}/store", fsspec.filesystem("s3", use_listings_cache=False)
     s3.put(f"{folder / 'store'}/", storage.removeprefix("s3://"), recursive=True)
-    run = f"{storage}/runs/{_run(folder).name}"
+    run = f"{storage}/runs/{run_of(folder).name}"
     shutil.rmtree(folder / "store")
     checks = _checked(run)
     assert _states(checks, "not checked") == ["MLflow run"]  # its database lay beside the local storage
@@ -206,7 +195,7 @@ def test_a_changed_byte_is_caught_and_its_link_and_file_are_named(
     [file] = (intact / "store").glob(path)
     whole = file.read_bytes()
     _flip(file, at)
-    checks = _checked(_run(intact))
+    checks = _checked(run_of(intact))
     file.write_bytes(whole)
     assert link in _states(checks, "broken"), checks
     assert any(file.name in problem for problem in checks[link].problems), checks[link]
@@ -220,12 +209,12 @@ def test_a_changed_byte_is_caught_and_its_link_and_file_are_named(
 
 
 def test_a_stage_that_was_replaced_by_a_whole_one_is_caught(folder: Path) -> None:
-    train = Store.open(str(_only(folder / "store" / "stages" / "train")))
+    train = Store.open(str(only_folder(folder / "store" / "stages" / "train")))
     record = json.loads(train.read_bytes("COMMIT.json"))
     entries = [train.write_bytes(each["path"], train.read_bytes(each["path"]) + b" ") for each in record["files"]]
     train.delete("COMMIT.json")
     write_commit(train, "stage", entries, record["meta"])
-    broken = _checked(_run(folder))
+    broken = _checked(run_of(folder))
     assert "the lineage has" in broken["train"].problems[0]
     # What was made from it names the digest that it had.
     assert _states(broken, "broken") == ["train", "publication"]
@@ -234,37 +223,37 @@ def test_a_stage_that_was_replaced_by_a_whole_one_is_caught(folder: Path) -> Non
 def test_what_mlflow_says_otherwise_is_caught(folder: Path) -> None:
     uri = f"sqlite:///{folder / 'store' / 'mlflow.db'}"
     client: Any = connect_timed(uri, Clock())
-    record = json.loads((_run(folder) / "run.json").read_text())
+    record = json.loads((run_of(folder) / "run.json").read_text())
     [model] = [each for each in _models(uri) if each.name == "toy"]
     tags = {"trainflow.train": record["stages"]["train"]}
     asked = registry.Registration(name="toy", digest=model.tags[DIGEST_TAG], tags=tags)
     registry.register(client, model.model_id, record["mlflow_run_id"], asked)
-    checks = _checked(_run(folder))
+    checks = _checked(run_of(folder))
     assert checks["toy version 1"].state == "held"
     client.set_model_version_tag("toy", "1", DIGEST_TAG, "0" * 64)
     client.set_tag(record["mlflow_run_id"], "trainflow.evaluate", "0" * 16)
-    checks = _checked(_run(folder))
+    checks = _checked(run_of(folder))
     assert _states(checks, "broken") == ["MLflow run", "toy version 1"]
     assert "trainflow.evaluate" in checks["MLflow run"].problems[0]
 
 
 def test_what_is_out_of_reach_is_not_checked_and_not_held(folder: Path) -> None:
-    train = _only(folder / "store" / "stages" / "train")
+    train = only_folder(folder / "store" / "stages" / "train")
     shutil.rmtree(train / "checkpoints" / "checkpoint-4")  # as a rotation does
     (folder / "store" / "mlflow.db").unlink()
-    checks = _checked(_run(folder))
+    checks = _checked(run_of(folder))
     assert _states(checks, "not checked") == ["checkpoint-4", "MLflow run"]
     assert _states(checks, "broken") == []
     assert "not on the storage any more" in checks["checkpoint-4"].why
     assert find_failure(list(checks.values())) is None
     # The commit file alone is gone: no rotation does that.
     (train / "COMMIT.json").unlink()
-    assert _checked(_run(folder))["train"].state == "broken"
+    assert _checked(run_of(folder))["train"].state == "broken"
 
 
 def test_a_copy_of_a_publication_is_verified_on_another_machine(folder: Path, tmp_path: Path, cli: Cli) -> None:
     copy = tmp_path / "elsewhere" / "model"
-    shutil.copytree(_published(folder), copy)
+    shutil.copytree(publication_of(folder), copy)
     there = str(shutil.move(str(folder / "store"), str(tmp_path / "moved")))
     env = {"HOME": str(tmp_path / "home"), "MLFLOW_TRACKING_URI": ""}
     done = cli("verify", copy, "--json", cwd=copy.parent, env=env)
@@ -287,7 +276,7 @@ def test_a_copy_of_a_publication_is_verified_on_another_machine(folder: Path, tm
 
 
 def test_an_older_publication_of_the_same_model_holds(folder: Path) -> None:
-    first = _published(folder)
+    first = publication_of(folder)
     assert ran(run(folder, "publish.title=Another", "tracking.enabled=true")) == {"push-to-hub"}
     assert _checked(first)["publication"].state == "held"
     newest = find_chain(str(folder / "store" / "hub" / "toy"))
@@ -328,9 +317,9 @@ def test_an_address_that_leads_nowhere_is_bad_input(folder: Path, tmp_path: Path
         assert refused.value.exit_code == 2 and refused.value.remedy
     with pytest.raises(ConfigError, match="No run with this id"):
         find_chain("abcdef", home=str(folder / "store"))
-    (_published(folder) / FILE).unlink()
+    (publication_of(folder) / FILE).unlink()
     with pytest.raises(ConfigError, match="an older trainflow published it"):
-        find_chain(str(_published(folder)))
+        find_chain(str(publication_of(folder)))
     done = cli("verify", tmp_path / "nothing")
     assert done.code == 2
     assert "neither a publication, nor a run, a stage or a checkpoint" in done.err
@@ -339,7 +328,7 @@ def test_an_address_that_leads_nowhere_is_bad_input(folder: Path, tmp_path: Path
 
 @pytest.mark.parametrize("lenient", [False, True])
 def test_a_hostile_lineage_is_refused_and_nothing_of_it_is_used(folder: Path, tmp_path: Path, lenient: bool) -> None:
-    good = json.loads((_published(folder) / FILE).read_text())
+    good = json.loads((publication_of(folder) / FILE).read_text())
     hostile: dict[str, Any] = {"files": [{"path": "../../../etc/passwd", "size": 1, "sha256": "a" * 64}]}
     # tests/unit/model_folder/test_model_folders.py has the others.
     for record in ({**good, **hostile}, {**good, "format": 99}, [good]):
@@ -352,7 +341,7 @@ def test_a_hostile_lineage_is_refused_and_nothing_of_it_is_used(folder: Path, tm
 
 def test_a_record_of_the_hub_that_leads_out_is_not_followed(folder: Path, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(_published(folder), copy)
+    shutil.copytree(publication_of(folder), copy)
     (copy / "COMMIT.json").unlink()
     entry = {"path": "../secret", "size": 1, "sha256": "a" * 64}
     (copy / "trainflow.json").write_text(json.dumps({"files": [entry], "content_digest": "b" * 64}))

@@ -20,7 +20,7 @@ import trainflow
 from tests.support.hub_server import HubServer
 from tests.support.model_folders import remove_fetched_code
 from tests.support.pages import blocks
-from tests.support.runs import IN_PROCESS, broken, ran, run, spec_of
+from tests.support.runs import IN_PROCESS, broken, only_folder, publication_of, ran, run, run_of, spec_of
 from tests.support.s3 import S3_AWAY
 from trainer_lib import LoadedModel, load_model
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError, StorageError
@@ -41,21 +41,8 @@ def _code_is_removed() -> Iterator[None]:
     remove_fetched_code()
 
 
-def _only(folder: Path) -> Path:
-    [found] = [each for each in folder.iterdir() if each.is_dir()]
-    return found
-
-
-def _published(folder: Path) -> Path:
-    return _only(folder / "store" / "hub" / "toy" / "revisions")
-
-
-def _run(folder: Path) -> Path:
-    return _only(folder / "store" / "runs")
-
-
 def _predicted(folder: Path) -> list[float]:
-    parts = sorted(_only(folder / "store" / "stages" / "predict").rglob("*.parquet"))
+    parts = sorted(only_folder(folder / "store" / "stages" / "predict").rglob("*.parquet"))
     return [float(value[0]) for part in parts for value in pq.read_table(part)["prediction"].to_pylist()]
 
 
@@ -69,10 +56,10 @@ def _test_rows() -> list[dict[str, list[float]]]:
 
 def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(folder: Path) -> None:
     store = folder / "store"
-    stage = _only(store / "stages" / "train")
+    stage = only_folder(store / "stages" / "train")
     expected = _predicted(folder)
     newest = max((stage / "checkpoints").iterdir(), key=lambda path: int(path.name.rpartition("-")[2]))
-    for address in (_only(store / "runs"), stage, newest):
+    for address in (only_folder(store / "runs"), stage, newest):
         loaded = load_model(str(address))
         assert isinstance(loaded, LoadedModel)
         assert not loaded.model.training
@@ -85,7 +72,7 @@ def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(fo
 def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: Path, tmp_path: Path) -> None:
     expected = _predicted(folder)
     published = tmp_path / "elsewhere"
-    revision = _published(folder)
+    revision = publication_of(folder)
     shutil.copytree(revision, published)
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="not trusted") as refused:
@@ -103,7 +90,7 @@ def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: 
 @pytest.mark.parametrize("damaged", ["code/recipe.py", "model.safetensors"])
 def test_nothing_that_differs_is_executed_or_loaded(folder: Path, tmp_path: Path, damaged: str) -> None:
     published = tmp_path / "elsewhere"
-    shutil.copytree(_published(folder), published)
+    shutil.copytree(publication_of(folder), published)
     path = published / damaged
     (tmp_path / "executed").unlink(missing_ok=True)
     data = path.read_bytes()
@@ -117,11 +104,11 @@ def test_nothing_that_differs_is_executed_or_loaded(folder: Path, tmp_path: Path
 def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
     store = folder / "store"
     with pytest.raises(ConfigError, match="This is the result of evaluate"):
-        load_model(str(_only(store / "stages" / "evaluate")))
+        load_model(str(only_folder(store / "stages" / "evaluate")))
     with pytest.raises(ConfigError, match=r"There is no model") as nothing:
         load_model(str(tmp_path))
     assert "runs/<run>" in str(nothing.value.remedy)
-    run = _only(store / "runs")
+    run = only_folder(store / "runs")
     text = (run / FILE).read_text()
     (run / FILE).write_text(json.dumps({**json.loads(text), "format": 2}))
     with pytest.raises(ConfigError, match="format 2"):
@@ -134,11 +121,11 @@ def test_what_is_no_model_says_what_it_is(folder: Path, tmp_path: Path) -> None:
         load_model(str(run))
     (run / FILE).unlink()
     with pytest.raises(ConfigError, match="No run on this storage"):
-        load_model(str(_only(store / "stages" / "train")))
+        load_model(str(only_folder(store / "stages" / "train")))
 
 
 def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder: Path) -> None:
-    loaded = load_model(str(_run(folder)))
+    loaded = load_model(str(run_of(folder)))
     for rows, words in (
         ([], "no rows"),
         ([{"label": [1.0]}], "the nearest is 'labels'"),
@@ -153,7 +140,7 @@ def test_rows_that_the_model_cannot_take_are_refused_with_row_and_column(folder:
 
 def test_the_code_on_the_card_runs_as_it_stands(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = (folder / "store" / "hub" / "toy" / "README.md").read_text()
-    monkeypatch.chdir(_published(folder))
+    monkeypatch.chdir(publication_of(folder))
     names: dict[str, Any] = {}
     exec(re.findall(r"```python\n(.*?)```", card, re.DOTALL)[0], names)
     assert list(names["model"].predict([{"x": [0.25]}])) == ["prediction"]
@@ -166,7 +153,7 @@ def test_a_changed_prediction_column_is_published_and_the_model_is_kept(folder: 
         "def prediction_columns(p, data):\n    return {'y': p[:, 0]}\n\n\ndef compute_metrics(p):",
     )
     assert ran(run(folder)) == {"predict", "push-to-hub"}
-    revisions = sorted((_only(folder / "store" / "hub") / "revisions").iterdir())
+    revisions = sorted((only_folder(folder / "store" / "hub") / "revisions").iterdir())
     assert len(revisions) == 2
     assert list(load_model(str(revisions[-1]), trust_code=True).predict(ROWS)) == ["y"]
 
@@ -202,8 +189,8 @@ def test_a_run_of_a_storage_on_which_the_user_never_ran_is_asked_about(folder: P
 
 
 def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tmp_path: Path) -> None:
-    revision = _published(folder)
-    run = _run(folder)
+    revision = publication_of(folder)
+    run = run_of(folder)
     for number, place in enumerate(("elsewhere", "runs/stolen")):
         published = tmp_path / str(number) / place
         shutil.copytree(revision, published)
@@ -218,7 +205,7 @@ def test_a_file_in_a_publication_does_not_make_its_code_trusted(folder: Path, tm
 
 
 def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path) -> None:
-    record = json.loads((_published(folder) / FILE).read_text())
+    record = json.loads((publication_of(folder) / FILE).read_text())
 
     def digest(**changed: object) -> str:
         return read_description(json.dumps(record | changed).encode(), FILE).code_digest
@@ -242,7 +229,7 @@ def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path)
     expected = draw()
     torch.manual_seed(3)
     random.seed(3)
-    loaded = load_model(str(_run(folder)))
+    loaded = load_model(str(run_of(folder)))
     usual = loaded._args.per_device_eval_batch_size
     loaded.predict(ROWS, batch_size=1)
     assert draw() == expected
@@ -277,7 +264,7 @@ def test_statements_that_a_recipe_runs_when_it_is_imported_are_published_with_th
 
 def test_code_with_a_token_is_not_published_and_code_can_stay_at_home(folder: Path, tmp_path: Path) -> None:
     assert ran(run(folder, "publish.code=false", f"publish.to={tmp_path / 'bare'}")) == {"push-to-hub"}
-    bare = _only(tmp_path / "bare" / "revisions")
+    bare = only_folder(tmp_path / "bare" / "revisions")
     assert not (bare / "code").exists()
     assert "load_model" not in (bare / "README.md").read_text()
     token = "hf_" + "a" * 30

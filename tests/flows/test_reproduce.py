@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import Cli, trainflow
-from tests.support.runs import IN_PROCESS, broken, run
+from tests.support.runs import IN_PROCESS, broken, run, run_of
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainflow.flows.lineage.lineage_chain import find_chain
 from trainflow.flows.lineage.reproduction import Outcome, Reproduction, open_scratch
@@ -23,11 +23,6 @@ from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.model import model_lineage
 
 
-def _run(folder: Path) -> str:
-    [found] = [each for each in (folder / "store" / "runs").iterdir() if each.is_dir()]
-    return str(found)
-
-
 def _reproduced(
     folder: Path,
     to: Path,
@@ -35,7 +30,7 @@ def _reproduced(
     edit: Callable[[Reproduction], None] | None = None,
     tolerance: float | None = None,
 ) -> Outcome:
-    job = Reproduction(find_chain(_run(folder)), str(to), tolerance, said.append)
+    job = Reproduction(find_chain(str(run_of(folder))), str(to), tolerance, said.append)
     if edit is not None:
         edit(job)
     return job.carry_out(run_pipeline)
@@ -44,7 +39,7 @@ def _reproduced(
 def test_a_run_is_reproduced_bit_by_bit_from_what_it_kept(folder: Path, finished: Path, tmp_path: Path) -> None:
     said: list[str] = []
     # The project has changed since; the run kept what it ran.
-    spec = Path(_run(folder)) / "spec.yaml"
+    spec = run_of(folder) / "spec.yaml"
     spec.write_text(spec.read_text().replace(str(finished), str(folder)))
     broken(folder, "2.0 * x", "3.0 * x")
     outcome = _reproduced(folder, tmp_path / "again", said)
@@ -113,7 +108,7 @@ def test_prepared_data_that_comes_out_otherwise_stops_it(folder: Path, tmp_path:
         prepare = spec.prepare.model_copy(update={"options": {"rows": 65}})
         return run_pipeline(spec.model_copy(update={"prepare": prepare}), only=only)
 
-    job = Reproduction(find_chain(_run(folder)), str(tmp_path / "again"), None, lambda text: None)
+    job = Reproduction(find_chain(str(run_of(folder))), str(tmp_path / "again"), None, lambda text: None)
     with pytest.raises(NotReproducibleError, match="the prepared data has the digest"):
         job.carry_out(edited)
     assert calls == ["prepare-data"]

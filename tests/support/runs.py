@@ -69,3 +69,19 @@ def artifacts_of(flow_run_id: Any) -> dict[str, Any]:
     wanted = ArtifactFilter(flow_run_id=ArtifactFilterFlowRunId(any_=[flow_run_id]))
     with get_client(sync_client=True) as client:
         return {str(each.key): each for each in client.read_artifacts(artifact_filter=wanted)}
+
+
+def only_folder(folder: Path) -> Path:
+    """The one folder in a folder."""
+    [found] = [path for path in folder.iterdir() if path.is_dir()]
+    return found
+
+
+def publication_of(folder: Path) -> Path:
+    """The published revision of a project that has run once."""
+    return only_folder(only_folder(folder / "store" / "hub") / "revisions")
+
+
+def run_of(folder: Path) -> Path:
+    """The folder of the run of a project that has run once."""
+    return only_folder(folder / "store" / "runs")
