@@ -25,18 +25,17 @@ from rich.text import Text
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.paths import is_path
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
 from trainer_lib.protocol.requests import CompareRequest, CompareResult, Proof, Request, TrainRequest, TrainResult
 from trainer_lib.storage import Store
+from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.model.model_lineage import find_processor, find_versions
 from trainflow.tasks.stage import manifest as _manifests
-from trainflow.tasks.stage.context import StageContext, choosing_metrics
 from trainflow.tasks.stage.manifest import StageManifest
 
 if TYPE_CHECKING:
@@ -117,17 +116,8 @@ class _Proof:
         self._question = question
         self._place = place
         self._say = say
-        self._context = StageContext(
-            name=spec.name,
-            recipe=spec.recipe,
-            storage=place,
-            root=spec.root,
-            folder=spec.folder,
-            sources=tuple(source for source in spec.prepare.sources if is_path(source)),
-            mixture=spec.prepare.mixture_info,
-            resolver=spec.resolver,
-        )
-        self._context = replace(self._context, metrics=choosing_metrics(spec.train, spec.evaluate, self._context))
+        plan = Plan.of(spec.model_copy(update={"storage": place}).with_resolver(spec.resolver))
+        self._context = replace(plan.context, flavor=None)  # nothing is registered
         self._data = self._prepared()
         check_splits(spec, self._data.facts.splits)
 

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -228,20 +228,27 @@ def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
         httpx.HTTPError: the server does not answer.
     """
     left: dict[str, Left] = {}
-    dead: list[tuple[str, Holder, DeadRun]] = []
     with quick_client() as client:
-        for run_id, holder in gone:
-            found = _judge(client, run_id, holder)
-            if isinstance(found, DeadRun):
-                dead.append((run_id, holder, found))
-            elif found is not None:
-                left[run_id] = found
-        if dead:
-            time.sleep(_SETTLE_S)
-        for run_id, holder, run in dead:
-            if _judge(client, run_id, holder) == run:
-                _end_dead_run(client, run)
+
+        def look() -> list[DeadRun]:
+            judged = [(run_id, _judge(client, run_id, holder)) for run_id, holder in gone]
+            left.update({run_id: found for run_id, found in judged if isinstance(found, str)})
+            return [found for _, found in judged if isinstance(found, DeadRun)]
+
+        _end_after_two_looks(client, look)
     return left
+
+
+def _end_after_two_looks(client: SyncPrefectClient, look: Callable[[], list[DeadRun]]) -> list[DeadRun]:
+    """End the runs that two looks find dead in the same state; a run that changes in between is left alone."""
+    if not (found := look()):
+        return []
+    time.sleep(_SETTLE_S)
+    still = look()
+    dead = [run for run in found if run in still]
+    for run in dead:
+        _end_dead_run(client, run)
+    return dead
 
 
 def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | Left | None:
@@ -280,15 +287,7 @@ def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
 
 
 def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
-    found = _dead_runs(client)
-    if not found:
-        return []
-    time.sleep(_SETTLE_S)
-    still = {run.flow_run_id: run for run in _dead_runs(client)}
-    dead = [run for run in found if still.get(run.flow_run_id) == run]
-    for run in dead:
-        _end_dead_run(client, run)
-    return dead
+    return _end_after_two_looks(client, lambda: _dead_runs(client))
 
 
 def _dead_runs(client: SyncPrefectClient) -> list[DeadRun]:

@@ -17,6 +17,7 @@ from trainflow.flows.spec.spec import PipelineSpec, parse_spec
 from trainflow.flows.spec.spec_file import set_field
 from trainflow.flows.spec.sweep_settings import Range, SweepSettings
 from trainflow.tasks.code.syntax import top_level_names
+from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage.manifest import compare_keys
 from trainflow.tasks.tracking.notifying import NotifySettings
@@ -105,12 +106,17 @@ def check_sweep(spec: PipelineSpec) -> None:
 
 def identify(spec: PipelineSpec) -> dict[str, Any]:
     """The common part of a study's trials: varied fields, objectives, and the keys of the rest of the spec."""
-    settings = sweep_of(spec)
-    fixed = settings.model_dump(mode="json", include=set(_FIXED))
-    # The same values for every study of this space: what differs then lies outside of it.
-    first = {key: _candidates(values)[0] for key, values in settings.space.items()}
-    keys = Plan.of(trial_spec(spec, first, {})).early_keys
-    return {"settings": fixed, "keys": {name: parse_json(key.to_json()) for name, key in keys.items()}}
+    fixed = sweep_of(spec).model_dump(mode="json", include=set(_FIXED))
+    return {"settings": fixed, "keys": {name: parse_json(key.to_json()) for name, key in _keys_of(spec).items()}}
+
+
+def _keys_of(spec: PipelineSpec) -> Mapping[str, StageKey]:
+    """The keys of a trial with the same values for every study of this space: what differs then is outside of it."""
+    return Plan.of(trial_spec(spec, _first_values(sweep_of(spec)), {})).early_keys
+
+
+def _first_values(settings: SweepSettings) -> dict[str, Any]:
+    return {key: _candidates(values)[0] for key, values in settings.space.items()}
 
 
 def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
@@ -124,9 +130,7 @@ def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
     then = known.get("settings", {})
     changed = [f"{name} was {_short(was)}" for name, was in _changes(then, now)]
     if not changed:
-        first = {key: _candidates(values)[0] for key, values in settings.space.items()}
-        keys = Plan.of(trial_spec(spec, first, {})).early_keys
-        recorded = known.get("keys", {})
+        recorded, keys = known.get("keys", {}), _keys_of(spec)
         found = [
             change for name, key in keys.items() if name in recorded for change in compare_keys(recorded[name], key)
         ]
@@ -196,8 +200,7 @@ def _about(key: str) -> Iterator[None]:
 
 def _check_read(spec: PipelineSpec, settings: SweepSettings, resolver: Resolver) -> None:
     """Refuse an option that no function of the recipe reads: it changes a key, and no training."""
-    first = {key: _candidates(values)[0] for key, values in settings.space.items()}
-    plan = Plan.of(with_values(spec, first).with_resolver(resolver))
+    plan = Plan.of(with_values(spec, _first_values(settings)).with_resolver(resolver))
     for sentence in (warning for found in plan.warnings.values() for warning in found):
         for key in settings.space:
             if f" {key}." in sentence:
