@@ -33,6 +33,7 @@ from typing import Any
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.base.json_text import parse_sealed, render_sealed
+from trainer_lib.base.records import from_record
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, read_checkpoint_info
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.errors import ConfigError, DamagedError, OutOfMemoryError, TrainflowError
@@ -147,20 +148,15 @@ class Evaluations:
         data = self._folder.read_if_exists(name, limit=_LIMIT)
         try:
             record = parse_sealed(data or b"")
-            metrics = {str(key): float(value) for key, value in record["metrics"].items()}
-            found = Evaluation(
-                checkpoint=str(record["checkpoint"]),
-                step=int(record["step"]),
-                content=str(record["content"]),
-                metrics=metrics,
-                measured_ms=int(record["measured_ms"]),
-                seconds=float(record["seconds"]),
-            )
+            record["metrics"] = {key: float(value) for key, value in record["metrics"].items()}
+            found = from_record(Evaluation, record, ignore_unknown=True)
             if f"{found.id}.json" == name and parse_step(found.checkpoint) is not None:
                 return found
             problem = "it is of another checkpoint"
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            problem = str(error) if isinstance(error, ValueError) else "a field is missing, or of another type"
+        except ValueError as error:
+            problem = str(error)
+        except (KeyError, TypeError, AttributeError, ConfigError):
+            problem = "a field is missing, or of another type"
         raise DamagedError(
             f"The record of an evaluation is damaged: {problem}.",
             field=f"{self._folder.url}/{name}",

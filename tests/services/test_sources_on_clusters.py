@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
+import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,8 +18,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.support import police
 from tests.support.command import Done, running, trainflow
-from tests.support.dask_cluster import DaskCluster
 from tests.support.launched import wait_until
 from tests.support.ray_cluster import VARIABLES, RayCluster
 from tests.support.repository import ROOT
@@ -32,6 +36,56 @@ LOST = {
     "dask": "was lost, and is started again",
     "ray": "A worker was lost; the others took over its part.",
 }
+
+
+_QUIET = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}
+
+
+class DaskCluster:
+    """A scheduler on loopback, and workers of one thread each: processes that a test may kill like a machine."""
+
+    def __init__(self, folder: Path, workers: int) -> None:
+        self._folder = folder
+        # Its workers' own helpers are not what a test left behind.
+        kept = {name: value for name, value in os.environ.items() if name != police.TOKEN}
+        self._env = {**kept, **_QUIET, "DASK_TEMPORARY_DIRECTORY": str(folder), "PYTHONPATH": str(ROOT)}
+        address = folder / "address"
+        words = ("--host", "127.0.0.1", "--port", "0", "--no-dashboard", "--scheduler-file", str(address))
+        self._scheduler = self._start("dask_scheduler", *words)
+        wait_until(address.exists, 60)
+        # Without a nanny: a worker that is killed stays away, as a machine does.
+        usual = ("--nthreads", "1", "--no-nanny", "--no-dashboard", "--local-directory", str(folder))
+        file = ("--scheduler-file", str(address))
+        self.workers = [self._start("dask_worker", *usual, *file) for _ in range(workers)]
+
+    @property
+    def address(self) -> str:
+        """Return the scheduler's address."""
+        return str(json.loads((self._folder / "address").read_text())["address"])
+
+    def _start(self, program: str, *words: str) -> subprocess.Popen[bytes]:
+        with (self._folder / "cluster.log").open("ab") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", f"distributed.cli.{program}", *words],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                env=self._env,
+                start_new_session=True,
+            )
+
+    def close(self) -> None:
+        """End every process, the workers first."""
+        processes = [*self.workers, self._scheduler]
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
 
 
 @dataclass(frozen=True)
