@@ -76,7 +76,6 @@ Overrides = Annotated[
         autocompletion=complete_override,
     ),
 ]
-SpecHere = Annotated[Path | None, typer.Argument(help="A spec; unset: what is in this folder.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and Prefect's own log.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Show nothing but warnings and failures.")]
 Bare = Annotated[

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -69,24 +69,25 @@ class PlaceWords:
         Raises:
             ConfigError: as there, and for a word that is neither a spec nor an override.
         """
-        chosen = choose(self.place, self.storage, command=command)
-        if chosen.words:
-            raise ConfigError(
-                "This is neither a spec (.yaml, .yml, .json) nor KEY=VALUE.",
-                field="SPEC",
-                value=chosen.words[0],
-                remedy="Name the spec's file, or the storage: --storage URL.",
-            )
-        return chosen
+        for word in self.place or ():
+            if not word.endswith(SPEC_ENDINGS) and "=" not in word:
+                raise ConfigError(
+                    "This is neither a spec (.yaml, .yml, .json) nor KEY=VALUE.",
+                    field="SPEC",
+                    value=word,
+                    remedy="Name the spec's file, or the storage: --storage URL.",
+                )
+        return choose(self.place, self.storage, command=command)
 
 
 @dataclass(frozen=True)
 class Chosen:
-    """A storage, its tracking settings, and the words of a command that do not name it."""
+    """A storage, its tracking settings, the words of a command that do not name it, and the pipeline of its spec."""
 
     place: Store
     tracking: TrackingConfig
     words: tuple[str, ...] = ()
+    pipeline: str | None = None
 
     @property
     def storage(self) -> str:
@@ -112,7 +113,7 @@ def choose(words: Sequence[str] | None, storage: str | None, *, command: str) ->
     overrides = [word for word in words or () if "=" in word]
     chosen = find_storage(Path(specs[0]) if specs else None, overrides, storage, command=command)
     rest = tuple(word for word in words or () if word not in specs and word not in overrides)
-    return Chosen(chosen.place, chosen.tracking, rest)
+    return replace(chosen, words=rest)
 
 
 def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | None, *, command: str) -> Chosen:
@@ -128,7 +129,7 @@ def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | 
     if spec is not None:
         parsed = load_spec(spec, overrides, needs_sweep=False)
         # It need not exist: the first run makes it.
-        return Chosen(Store.open(parsed.storage), parsed.tracking)
+        return Chosen(Store.open(parsed.storage), parsed.tracking, pipeline=parsed.name)
     if storage is not None:
         return Chosen(_existing(storage), TrackingConfig())
     raise ConfigError(

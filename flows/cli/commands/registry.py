@@ -23,8 +23,8 @@ from trainer_lib.trackers.mlflow.shipper import Clock, shorten
 from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.spool import Waiting, count_waiting
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, BareForm, Form, Overrides, SpecHere, command
-from trainflow.flows.cli.run_choice import StorageUrl, choose_spec_or_storage, find_storage
+from trainflow.flows.cli.options import Answer, BareForm, Form, command
+from trainflow.flows.cli.run_choice import Chosen, PlaceWords, StorageUrl, choose_spec_or_storage, find_storage
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.tracking.mlflow_run import spool_dirs, tracking_uri
@@ -46,12 +46,10 @@ Alias = Annotated[str, typer.Option(metavar="ALIAS", help="The alias that moves.
 """)
 def models(
     form: BareForm,
-    spec: SpecHere = None,
-    overrides: Overrides = None,
-    storage: StorageUrl = None,
+    place: PlaceWords,
 ) -> Answer:
     """List the registered models: versions, aliases, scores, and why the champion moved or did not."""
-    with _registry(spec, overrides, storage, "models") as client:
+    with _registry(place.choose("models"), "models") as client:
         versions = list(mlflow_registry.list_versions(client))
     lines = [line for version in versions for line in _lines(version)]
     if not versions and not form.quiet:
@@ -86,7 +84,7 @@ def promote(
     if not version:
         remedy = f"Write trainflow promote {name}/VERSION; trainflow models lists the versions."
         raise ConfigError("The version is missing.", field="VERSION", remedy=remedy)
-    with _registry(spec, None, storage, "promote") as client:
+    with _registry(find_storage(spec, None, storage, command="promote"), "promote") as client:
         if not ignore_gates:
             _require_gates(client, name, version, spec, storage)
         verdict = mlflow_registry.promote(client, name, version, alias=alias)
@@ -110,7 +108,7 @@ def rollback(
     storage: StorageUrl = None,
 ) -> Answer:
     """Give the champion's alias back to the version that had it before."""
-    with _registry(spec, None, storage, "rollback") as client:
+    with _registry(find_storage(spec, None, storage, command="rollback"), "rollback") as client:
         now, before = mlflow_registry.roll_back(client, name, alias=alias)
     line = Text(f"{name} version {now} is {alias} again; it was version {before}.", "green")
     return Answer({"name": name, "alias": alias, "version": now, "was": before}, lambda: [line])
@@ -143,9 +141,8 @@ def _require_gates(client: Any, name: str, version: str, spec: Path | None, stor
 
 
 @contextlib.contextmanager
-def _registry(spec: Path | None, overrides: list[str] | None, storage: str | None, name: str) -> Iterator[Any]:
-    """A client of the registry; its failures get a type."""
-    chosen = find_storage(spec, overrides, storage, command=name)
+def _registry(chosen: Chosen, name: str) -> Iterator[Any]:
+    """A client of the registry; its failures get a type, and the name of the command."""
     uri = tracking_uri(chosen.tracking, chosen.place)
     try:
         yield connect_timed(uri, Clock())
@@ -186,17 +183,16 @@ def _lines(version: dict[str, Any]) -> Iterator[Text]:
 """)
 def sync(
     form: Form,
-    spec: SpecHere = None,
-    overrides: Overrides = None,
-    storage: Annotated[
-        str | None, typer.Option(metavar="URL", help="A storage root, or the output_dir of a Trainer, instead.")
-    ] = None,
+    place: PlaceWords,
     drop: Annotated[
         bool, typer.Option("--drop", help="Remove what waits for another server than this one: a wrong address.")
     ] = False,
 ) -> Answer:
-    """Deliver to MLflow what waits on this machine because the server was out of reach. Runs nothing."""
-    chosen = find_storage(spec, overrides, storage, command="sync")
+    """Deliver to MLflow what waits on this machine because the server was out of reach. Runs nothing.
+
+    --storage may be the output_dir of a Trainer.
+    """
+    chosen = place.choose("sync")
     uri = tracking_uri(chosen.tracking, chosen.place)
     out = terminal.console(stderr=True, quiet=form.quiet)
     delivered: list[str] = []

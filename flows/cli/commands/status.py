@@ -14,9 +14,9 @@ from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, BareForm, Overrides, SpecHere, command
+from trainflow.flows.cli.options import Answer, BareForm, command
 from trainflow.flows.cli.presentation import shown, table
-from trainflow.flows.cli.run_choice import Chosen, Run, StorageUrl, choose, find_storage
+from trainflow.flows.cli.run_choice import Chosen, PlaceWords, Run, StorageUrl, choose
 from trainflow.flows.cli.signals import until_stopped
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.stages import find_stage, stage_names
@@ -55,9 +55,7 @@ _PATIENCE_S = 10
 """)
 def status(
     form: BareForm,
-    spec: SpecHere = None,
-    overrides: Overrides = None,
-    storage: StorageUrl = None,
+    place: PlaceWords,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Follow running runs, stage by stage, until they end.")
     ] = False,
@@ -67,7 +65,7 @@ def status(
 
     if watch and form.as_json:
         raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
-    chosen = find_storage(spec, overrides, storage, command="status")
+    chosen = place.choose("status")
     root = chosen.storage
     out = terminal.console(stderr=True, quiet=form.quiet)
     if watch:

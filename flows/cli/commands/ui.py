@@ -28,11 +28,11 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import user_data_dir
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Debug, Overrides, SpecHere, command
-from trainflow.flows.cli.run_choice import StorageUrl, choose_spec_or_storage
+from trainflow.flows.cli.options import Debug, command
+from trainflow.flows.cli.run_choice import PlaceWords
 from trainflow.flows.cli.signals import until_stopped
 from trainflow.flows.records.past_runs import NEWEST, PastRun, find_run
-from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.spec.spec import storage_here
 from trainflow.tasks.tracking.mlflow_run import default_tracking_uri
 
 HOST = "127.0.0.1"
@@ -47,9 +47,7 @@ _GRACE_S = 5.0
     trainflow ui --storage .trainflow --run last --port 5000
 """)
 def ui(
-    spec: SpecHere = None,
-    overrides: Overrides = None,
-    storage: StorageUrl = None,
+    words: PlaceWords,
     run: Annotated[
         str | None, typer.Option(metavar="RUN", help="The run to open; unset: the newest of the spec.")
     ] = None,
@@ -59,7 +57,7 @@ def ui(
     """Browse the runs in the UIs of MLflow and Prefect, on this machine only, until Ctrl-C."""
     out = terminal.console()
     with until_stopped(), contextlib.ExitStack() as stack:
-        place = _find_place(spec, overrides or [], storage, run)
+        place = _find_place(words, run)
         with out.status("starting MLflow"):
             address = stack.enter_context(_served(place, port))
         out.print(f"MLflow:  {_page(address, place)}")
@@ -100,32 +98,21 @@ class TrackingPlace:
         return Path(path).absolute() if path != self.uri else None
 
 
-def _find_place(spec: Path | None, overrides: list[str], storage: str | None, run: str | None) -> TrackingPlace:
+def _find_place(words: PlaceWords, run: str | None) -> TrackingPlace:
     """The tracking store of a spec or a storage, found exactly as a run finds it.
 
-    With neither: the spec in this folder, else ``.trainflow`` here, else MLFLOW_TRACKING_URI.
+    With neither: that of the storage of this folder, else MLFLOW_TRACKING_URI.
 
     Raises:
         ConfigError: the spec is bad, both are given, or nothing is recorded there yet.
     """
-    spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
-    if spec is not None:
-        parsed = load_spec(spec, overrides, needs_sweep=False)
-        store = Store.open(parsed.storage)
-        uri = parsed.tracking.uri or default_tracking_uri(store)
-        place = TrackingPlace(uri, _find_run(store, run, parsed.name))
-    elif storage is not None:
-        store = Store.open(storage, field="--storage")
-        place = TrackingPlace(default_tracking_uri(store), _find_run(store, run))
-    elif uri := os.environ.get("MLFLOW_TRACKING_URI", ""):
+    uri = os.environ.get("MLFLOW_TRACKING_URI", "")
+    if uri and not (words.place or words.storage or storage_here()):
         place = TrackingPlace(uri)
     else:
-        raise ConfigError(
-            "No runs were named, this folder has neither a single spec nor .trainflow, and MLFLOW_TRACKING_URI is not "
-            "set.",
-            field="ui",
-            remedy="Name a spec (trainflow ui SPEC) or a storage (trainflow ui --storage URL).",
-        )
+        chosen = words.choose("ui")
+        uri = chosen.tracking.uri or default_tracking_uri(chosen.place)
+        place = TrackingPlace(uri, _find_run(chosen.place, run, chosen.pipeline))
     if place.sqlite_file is not None and not place.sqlite_file.is_file():
         raise ConfigError(
             "No run has been recorded there yet.",
