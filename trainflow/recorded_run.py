@@ -189,9 +189,10 @@ class Run:
         first = require_stage(from_stage, "from_stage")
         if first is None or at_work is not None:
             require_unfinished(past, at_work, named=self.id)
-        ready = prepare_resumption(self.storage, past, print if progress else _ignore)
-        choice = ready.choice if first is None else {"start": first, "from_run": self.id}
-        return Run.of(run_here(ready.spec, progress=progress, **choice))
+        spec, choice = prepare_resumption(self.storage, past, print if progress else _ignore)
+        if first is not None:
+            choice = {"start": first, "from_run": self.id}
+        return Run.of(run_here(spec, progress=progress, **choice))
 
     # -- in a notebook ------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import datetime
 from typing import Any
 
@@ -16,21 +16,14 @@ from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.stage.manifest import summary
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """A recorded run that can go on.
+def prepare_resumption(
+    storage: str, past: PastRun, say: Callable[[str], object]
+) -> tuple[PipelineSpec, dict[str, Any]]:
+    """Read the spec of a run below `storage`, and check that the run can resume on this machine.
 
-    Attributes:
-        spec: as it was recorded, with paths of this machine.
-        choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
-    """
-
-    spec: PipelineSpec
-    choice: dict[str, Any]
-
-
-def prepare_resumption(storage: str, past: PastRun, say: Callable[[str], object]) -> Resumption:
-    """Read the spec of a run below `storage`, and check that the run can go on on this machine.
+    Returns:
+        The spec as it was recorded, with paths of this machine; and which stages, as
+        `trainflow.flows.pipeline.run_pipeline` takes them.
 
     Args:
         say: called with a line for what is not as it was then.
@@ -46,7 +39,7 @@ def prepare_resumption(storage: str, past: PastRun, say: Callable[[str], object]
     if changed := describe_changes(plan.spec.storage, past, plan.early_keys):
         say(f"Changed since that run: {summary(changed)}. What these changes do not reach is kept.")
     choice = {"only": past.only, "start": past.start, "from_run": past.from_run}
-    return Resumption(spec, {**choice, "force": find_still_forced(past, plan)})
+    return spec, {**choice, "force": find_still_forced(past, plan)}
 
 
 def require_unfinished(past: PastRun, status: RunStatus | None, *, named: str) -> None:

@@ -26,6 +26,7 @@ from prefect.client.schemas.objects import State, StateType
 from prefect.states import AwaitingRetry, Pending, Running
 
 from tests.support.prefect_server import wait_for
+from tests.support.recorded import leave_sign
 from tests.support.runs import newest_state, run
 from trainer_lib.errors import Interrupted, Preempted, TrainflowError
 from trainer_lib.locks.lease import Holder
@@ -198,8 +199,7 @@ def storage_with(folder: Path, flow_run_id: uuid.UUID, **signs: Holder) -> Path:
     alive.mkdir(parents=True)
     (alive.parent / "run.json").write_text(json.dumps({"name": "toy", "status": "RUNNING", "started": "2026"}))
     for name, holder in signs.items():
-        about = {"holder": asdict(holder), "flow_run_id": str(flow_run_id)}
-        (alive / f"{name}.json").write_text(json.dumps(about))
+        leave_sign(Store.open(alive.parent), holder, name=name, flow_run_id=str(flow_run_id))
     return alive
 
 

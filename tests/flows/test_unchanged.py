@@ -24,6 +24,7 @@ from prefect.states import Running
 
 from tests.support import toy
 from tests.support.command import Cli, trainflow
+from tests.support.recorded import leave_sign
 from tests.support.runs import ALL, IN_PROCESS, broken, ran, run
 from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.checkpoint.catalogue import list_checkpoints
@@ -81,8 +82,7 @@ def files(folder: Path) -> dict[str, bytes]:
 def sign_of_a_dead_process(storage: str, run_id: str, flow_run: uuid.UUID | None = None) -> Store:
     """Leave the sign of a process that died at a run; returns the run's folder."""
     folder = run_folder(storage, run_id)
-    about = {"holder": asdict(GONE), "flow_run_id": str(flow_run) if flow_run else None}
-    folder.write_bytes("alive/before.json", json.dumps(about).encode())
+    leave_sign(folder, GONE, name="before", flow_run_id=str(flow_run) if flow_run else None)
     return folder
 
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.records import to_record
+from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
 from trainflow.flows.records.past_runs import list_runs
@@ -62,6 +64,16 @@ def record_run(storage: str, run_id: str, *, day: int, stages: dict[str, str] | 
         "stages": stages or {},
     }
     Store.open(storage).child("runs", run_id).write_bytes("run.json", json.dumps({**plain, **fields}).encode())
+
+
+def leave_sign(
+    folder: Store, holder: Holder, *, name: str = "one", flow_run_id: str | None = None, **beat: Any
+) -> None:
+    """Leave the sign of life of a process in a run's folder, with a beat if one is given."""
+    about = {"holder": asdict(holder), "flow_run_id": flow_run_id}
+    folder.write_bytes(f"alive/{name}.json", json.dumps(about).encode())
+    if beat:
+        folder.write_bytes(f"alive/{name}.beat", json.dumps({"beat": "1", **beat}).encode())
 
 
 def nightly(storage: str, days: int, *, pipeline: str = "toy") -> list[str]:

@@ -176,15 +176,14 @@ def resume(
             remedy="Name the storage of the run: trainflow resume --storage URL.",
         )
     past = _choose(place, run, out.print)
-    ready = prepare_resumption(place, past, out.print)
-    spec = ready.spec
+    spec, stages = prepare_resumption(place, past, out.print)
     execute(
         spec,
         title=f"{spec.name}: run {past.id} -> {presentation.shown(spec.storage)}",
         again=["resume", *([run] if run else []), *(["--storage", storage] if storage else [])],
         place=["--storage", spec.storage],
         form=form,
-        **ready.choice,
+        **stages,
     )
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.support.recorded import collect, commit_stage, committed, folders, nightly, record_run
+from tests.support.recorded import collect, commit_stage, committed, folders, leave_sign, nightly, record_run
 from trainer_lib.errors import InfrastructureError
 from trainer_lib.locks.lease import Holder, acquire_lease
 from trainer_lib.locks.removal import protect_from_removal
@@ -25,8 +24,7 @@ from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 
 
 def sign(storage: str, run_id: str, holder: Holder) -> None:
-    record = json.dumps({"holder": asdict(holder), "flow_run_id": None}).encode()
-    Store.open(storage).child("runs", run_id).write_bytes("alive/one.json", record)
+    leave_sign(Store.open(storage).child("runs", run_id), holder)
 
 
 def test_the_newest_that_finished_and_a_tagged_one_stay_beside_those_that_failed(tmp_path: Path) -> None:

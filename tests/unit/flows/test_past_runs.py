@@ -6,13 +6,12 @@ import json
 import re
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.recorded import commit_stage, nightly, record_run, train_spec
+from tests.support.recorded import commit_stage, leave_sign, nightly, record_run, train_spec
 from trainer_lib.errors import ConfigError, DamagedError, HangError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.locks.removal import remove_run
@@ -302,10 +301,8 @@ def test_progress_counts_the_stage_at_work_and_what_follows(tmp_path: Path) -> N
     storage = str(tmp_path)
     record_run(storage, "b" * 16, day=2, status="RUNNING", ended=None, planned=["train", "evaluate"])
     folder = Store.open(storage).child("runs", "b" * 16)
-    about = {"holder": asdict(Holder.this_process()), "flow_run_id": None}
-    folder.write_bytes("alive/one.json", json.dumps(about).encode())
-    beat = {"beat": "1", "stage": "train", "progress": "step 5/10", "step": 5, "max_steps": 10, "eta_s": 20.0}
-    folder.write_bytes("alive/one.beat", json.dumps(beat).encode())
+    beat: dict[str, Any] = {"stage": "train", "progress": "step 5/10", "step": 5, "max_steps": 10, "eta_s": 20.0}
+    leave_sign(folder, Holder.this_process(), **beat)
     [status] = look(storage)
     train, evaluate = describe_progress(status)
     assert (train.state, train.share, train.eta_s) == ("running", 0.5, 20.0)

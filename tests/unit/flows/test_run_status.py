@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import subprocess
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.support.launched import wait_until
+from tests.support.recorded import leave_sign
 from tests.support.toy import project
 from trainer_lib.guard import start_time
 from trainer_lib.locks.lease import Holder
@@ -43,13 +44,9 @@ def record(storage: Path, run_id: str, status: str, **more: Any) -> None:
 
 
 def sign(storage: Path, run_id: str, holder: Holder, *, seconds_ago: float = 1.0, name: str = "one") -> Path:
-    alive = storage / "runs" / run_id / "alive"
-    alive.mkdir(exist_ok=True)
-    (alive / f"{name}.json").write_text(json.dumps({"holder": asdict(holder), "flow_run_id": None}))
-    at = (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat()
-    beat = alive / f"{name}.beat"
-    beat.write_text(json.dumps({"beat": "1", "at": at, "stage": "train", "progress": "step 3/8"}))
-    return beat
+    folder, at = storage / "runs" / run_id, (datetime.now(UTC) - timedelta(seconds=seconds_ago)).isoformat()
+    leave_sign(Store.open(folder), holder, name=name, at=at, stage="train", progress="step 3/8")
+    return folder / "alive" / f"{name}.beat"
 
 
 def only(storage: Path) -> RunStatus:
