@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from s3fs import S3FileSystem
 
+from tests.support.command import Cli
 from tests.support.faulty import Faults
 from tests.support.mlflow_store import client, fresh_store
 from tests.support.runs import broken, ran, reason, run, spec_of
@@ -24,7 +26,6 @@ from trainer_lib.errors import (
     StorageFullError,
 )
 from trainer_lib.storage import Store
-from trainflow.flows.cli.commands.registry import promote
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
 from trainflow.tasks.stage import manifest as _manifests
@@ -216,7 +217,7 @@ def test_a_cached_evaluation_is_checked_and_another_threshold_runs_nothing(folde
 
 
 def test_a_version_that_misses_a_requirement_is_promoted_only_on_demand(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cli: Cli
 ) -> None:
     uri = fresh_store(tmp_path / "mlflow")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", uri)
@@ -229,23 +230,23 @@ def test_a_version_that_misses_a_requirement_is_promoted_only_on_demand(
     assert first.ok
     assert ran(first) == set()
     assert run(folder, "train.args.seed=7").mlflow_run_id == first.mlflow_run_id
-    promote("toy-line", "1", spec=spec)
-    assert "toy-line version 1 is champion" in capsys.readouterr().out
+    promote = ("promote", "toy-line", "1")
+    assert "toy-line version 1 is champion" in cli(*promote, "--spec", spec).out
     for requirement, problem in (("< 0", r"test_error is 0\.\d+, and must be < 0"), ("> 0", "")):
         spec.write_text(plain.replace("evaluate: {", f'evaluate: {{require: {{test_error: "{requirement}"}}, '))
         if problem:
-            with pytest.raises(GateError, match=rf"The model is not promoted: {problem}\.") as refused:
-                promote("toy-line", "1", spec=spec)
-            assert refused.value.field == "evaluate.require.test_error"
-            assert "--ignore-gates" in str(refused.value.remedy)
-            promote("toy-line", "1", spec=spec, ignore_gates=True)
+            rows = cli(*promote, "--spec", spec).failure(21, GateError.title)
+            assert rows["where"].startswith("evaluate.require.test_error")
+            assert re.search(rf"The model is not promoted: {problem}\.", rows["why"])
+            assert "--ignore-gates" in rows["do"]
+            assert cli(*promote, "--spec", spec, "--ignore-gates").code == 0
         else:
-            promote("toy-line", "1", spec=spec)
+            assert cli(*promote, "--spec", spec).code == 0
     # Without its spec, what the run recorded counts.
-    promote("toy-line", "1", storage=str(folder / "store"))
+    assert cli(*promote, "--storage", folder / "store").code == 0
     client(uri).set_tag(first.mlflow_run_id, "trainflow.gate", "failed: test_error 0.5 (not < 0)")
-    with pytest.raises(GateError, match=r"its run recorded that the gates failed: test_error 0\.5 \(not < 0\)\."):
-        promote("toy-line", "1", storage=str(folder / "store"))
+    rows = cli(*promote, "--storage", folder / "store").failure(21, GateError.title)
+    assert "its run recorded that the gates failed: test_error 0.5 (not < 0)." in rows["why"]
 
 
 def test_nothing_new_is_published_or_registered_and_the_evaluation_stays_committed(
