@@ -74,7 +74,7 @@ DEFAULTS: dict[str, Any] = {
     "text": "text",  # column of a table that has the texts
     "rename": {},  # name of a column in the files -> its name here
     "ignore": [],  # columns that are left out
-    "read": {},  # how tables are written (`tables.cells.READ`)
+    "read": {},  # how tables are written (`data.rows.reading.Reading`)
     "separator": None,  # between two documents of a text file; None: a file is one
     "files": {},  # split -> its file
     "split": {},  # by random, group, time or column (`trainer_lib.recipes.tables.splitting`)

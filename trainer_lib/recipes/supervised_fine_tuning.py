@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Any] = {
     "faulty": 0.0,  # the share of conversations that may be left out
     "most_cut": 1.0,  # the share of conversations whose answers may be cut
     "rename": {},  # name of a column in the files -> its name here
-    "read": {},  # how tables are written (`tables.cells.READ`)
+    "read": {},  # how tables are written (`data.rows.reading.Reading`)
     "files": {},  # split -> its file
     "split": {},  # by random, group, time or column (`trainer_lib.recipes.tables.splitting`)
     "pretrained": None,  # name of the model on the Hub whose tokenizer is used

@@ -385,7 +385,7 @@ DEFAULTS: dict[str, Any] = {
     "series": None,  # column with the name of the series; None: the table has one
     "known": [],  # columns whose values are known for the steps to come as well (a holiday, a price)
     "rename": {},  # name of a column in the files -> its name here
-    "read": {},  # how the files are written (`tables.cells.READ`)
+    "read": {},  # how the files are written (`data.rows.reading.Reading`)
     "ignore": [],  # columns that are left out
     "context": 24,  # steps that a forecast knows
     "horizon": 1,  # steps to forecast

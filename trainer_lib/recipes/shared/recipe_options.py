@@ -23,7 +23,7 @@ LABEL: dict[str, Any] = {
 ROWS: dict[str, Any] = {
     "ignore": [],  # columns that are left out
     "rename": {},  # name of a column in the files -> name that the recipe, and new rows, have
-    "read": {},  # how the files are written, where they do not show it (`tables.cells.READ`)
+    "read": {},  # how the files are written, where they do not show it (`data.rows.reading.Reading`)
     "id": None,  # column by which predictions name the rows; None: rows are counted over all files
     "files": {},  # split -> its file, in place of cutting the rows of prepare.sources, which names them as well
     "split": {},  # how rows are cut (`trainer_lib.recipes.tables.splitting`)

@@ -27,10 +27,6 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import choose
 from trainer_lib.recipes.tables.splitting import find_forms, parse_times, read_times
 
-READ: dict[str, Any] = {
-    each.name: [] if each.default == () else each.default for each in fields(Reading) if each.name != "answer"
-}
-"""The form of files (`prepare.options.read`), as `Reading` has it; None: found from the file."""
 NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 """Texts that stand for no value."""
 USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
@@ -47,7 +43,9 @@ _LONGEST = 40  # characters of a number
 
 def read_reading(given: Mapping[str, Any]) -> Reading:
     """The form of files, by `prepare.options.read`. Raises ConfigError for an unknown setting or value."""
-    chosen = choose(given, READ, field=FIELD)
+    known = [each for each in fields(Reading) if each.name != "answer"]
+    defaults = {each.name: [] if each.default == () else each.default for each in known}
+    chosen = choose(given, defaults, field=FIELD)
     for name in ("separator", "encoding", "quote", "escape", "sheet", "decimal", "thousands"):
         if not isinstance(chosen[name], str | None):
             raise ConfigError("This option takes text.", field=f"{FIELD}.{name}", value=chosen[name])

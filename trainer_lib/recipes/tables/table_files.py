@@ -271,7 +271,7 @@ def read_table(
         field: the setting that names the sources, for errors.
         lists: columns that hold lists of texts.
         readers: column -> its reader. Other columns with lists, objects or bytes are left out.
-        read: how the files are written (`tables.cells.READ`).
+        read: how the files are written (`data.rows.reading.Reading`).
         ignore: columns that are left out.
         bad: gets the errors of rows that cannot be read, which are not in the table; None: the first one is raised.
 

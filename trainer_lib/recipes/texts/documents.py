@@ -143,7 +143,7 @@ def read_documents(
         rename: name of a column in the files -> its name here.
         separator: what stands between two documents of a text file; None: a file is one.
         field: the setting that names the sources, for errors.
-        read: how tables are written (`tables.cells.READ`).
+        read: how tables are written (`data.rows.reading.Reading`).
         ignore: columns of tables that are left out.
 
     Raises:
