@@ -64,3 +64,15 @@ def tokenizer() -> Any:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     made: Any = transformers.PreTrainedTokenizerFast
     return made(tokenizer_object=backend, pad_token="[PAD]", unk_token="[UNK]", eos_token="[EOS]", model_max_length=16)
+
+
+def masking_tokenizer(**settings: Any) -> Any:
+    """A word-level tokenizer of 40 words with a mask token; `<pad>`, `</s>` and `<mask>` are the first three."""
+    import transformers
+    from tokenizers import Tokenizer, models
+
+    names = ["<pad>", "</s>", "<mask>", *(f"w{number}" for number in range(3, 40))]
+    backend = Tokenizer(models.WordLevel({name: number for number, name in enumerate(names)}, unk_token="</s>"))
+    special: dict[str, Any] = {"pad_token": "<pad>", "eos_token": "</s>", "mask_token": "<mask>"}
+    made: Any = transformers.PreTrainedTokenizerFast
+    return made(tokenizer_object=backend, **special, **settings)

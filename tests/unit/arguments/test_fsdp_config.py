@@ -40,6 +40,7 @@ MAPPED: list[tuple[Any, Any, dict[str, Any]]] = [
     ("full_shard", {"transformer_cls_names_to_wrap": "A"}, {"wrap": "classes", "wrap_classes": ("A",)}),
     ("full_shard auto_wrap", {"min_num_params": "100"}, {"wrap": "size", "min_num_params": 100}),
     ("full_shard", {"min_num_params": 0}, {}),
+    ("full_shard", {"min_num_params": 100}, {"wrap": "size", "min_num_params": 100}),
     ("full_shard", {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", **CLASSES}, {"wrap": "classes"}),
     ("full_shard", {"auto_wrap_policy": "NO_WRAP"}, {}),
     ("full_shard", {"auto_wrap_policy": "SIZE_BASED_WRAP", "min_num_params": 9}, {"wrap": "size"}),
@@ -104,23 +105,6 @@ def test_the_precision_of_the_arguments_is_what_parameters_are_gathered_in() -> 
     assert settings().param_dtype is None
     both = settings(config={"mixed_precision": {"reduce_dtype": "bf16"}}, bf16=True)
     assert (both.param_dtype, both.reduce_dtype) == ("bfloat16", "bfloat16")
-
-
-@pytest.mark.parametrize(
-    ("given", "found"),
-    [
-        ({"sharded_ddp": "zero_dp_3 auto_wrap offload"}, FsdpSettings(wrap="classes", offload=True)),
-        ({"sharded_ddp": "simple"}, FsdpSettings("shard_grad_op")),
-        ({"fsdp": "full_shard", "fsdp_min_num_params": 100}, FsdpSettings(wrap="size", min_num_params=100)),
-        (
-            {"fsdp": "full_shard", "fsdp_transformer_layer_cls_to_wrap": "Block"},
-            FsdpSettings(wrap="classes", wrap_classes=("Block",)),
-        ),
-    ],
-)
-def test_old_names_lead_here(given: dict[str, Any], found: FsdpSettings) -> None:
-    with pytest.warns(DeprecationWarning):
-        assert read_settings(TrainingArguments("out", **given)) == found
 
 
 REFUSED: list[tuple[dict[str, Any], str, str]] = [

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import shlex
@@ -262,13 +261,6 @@ def test_help_says_meaning_default_and_unit_of_every_argument(cls: Any) -> None:
     assert "Samples that one process trains on at a time (the micro-batch). [unit: samples; default: 8]" in text
     assert "When to evaluate during training. One of: no, steps, epoch. [default: no]" in text
     assert "--evaluation_strategy" not in text
-
-
-def test_argparse_takes_the_metadata_as_it_is() -> None:
-    parser = argparse.ArgumentParser()
-    for each in dataclasses.fields(TrainingArguments):
-        parser.add_argument(f"--{each.name}", **each.metadata)
-    parser.format_help()
 
 
 def test_choices_hold_for_values_of_every_type_and_two_dataclasses_may_not_share_a_name() -> None:

@@ -16,6 +16,7 @@ from tests.support import fuzz
 from tests.support.checkpoints import BLOCKS, FILES, divided, no_damage, save, snapshot
 from tests.support.fuzz_targets import targets
 from tests.support.hostile import bounded, with_file
+from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.checkpoint import catalogue, sharded
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
@@ -28,6 +29,8 @@ from trainer_lib.distributed.sharding import Box
 from trainer_lib.errors import ConfigError, DamagedError, TrainflowError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, FileEntry, read_commit, write_commit
+
+ROWS = classification_rows(8)
 
 
 @pytest.fixture(scope="module")
@@ -229,18 +232,24 @@ ODD: dict[str, list[Any]] = {
         ("data.json", {"history": {"since_log": [[1]]}}),
         ("optimizer.json", {"scalars": {"state": {"body.weight": {"step": {"__tensor__": "absent"}}}}}),
         ("scheduler.json", {"lr_lambdas": 5}),
+        *((COMMIT, {"layout": sizes}) for sizes in ({"tensor": "two"}, {"tensor": None}, [4], 7)),
     ],
 )
 def test_a_state_that_training_cannot_take_up_is_refused_by_file(
     name: str, change: dict[str, Any], tmp_path: Path
 ) -> None:
-    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
-    trainer(tmp_path, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
+    trainer(tmp_path, ROWS, max_steps=1, save_strategy="steps", save_steps=1).train()
     folder = Store.open(tmp_path / "checkpoint-1")
-    with_file(folder, name, json.dumps(json.loads(folder.read_bytes(name)) | change).encode())
+    if name == COMMIT:
+        commit = read_commit(folder)
+        assert commit is not None
+        folder.delete(COMMIT)
+        write_commit(folder, "checkpoint", commit.files, {**commit.meta, **change})
+    else:
+        with_file(folder, name, json.dumps(json.loads(folder.read_bytes(name)) | change).encode())
     with pytest.raises(DamagedError) as caught:
-        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=folder.url)
-    assert name in str(caught.value.field)
+        trainer(tmp_path, ROWS, max_steps=2).train(resume_from_checkpoint=folder.url)
+    assert str(caught.value.field).endswith(name)
     assert caught.value.remedy
 
 
@@ -306,20 +315,6 @@ def test_a_block_with_other_bytes_names_tensor_and_file_and_its_neighbours_are_r
     assert torch.equal(row, snapshot(2).model["embed.weight"][3:4])
 
 
-@pytest.mark.parametrize("sizes", [{"tensor": "two"}, {"tensor": None}, [4], 7])
-def test_a_layout_that_is_not_one_is_refused(sizes: Any, tmp_path: Path) -> None:
-    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
-    trainer(tmp_path, rows, max_steps=1, save_strategy="steps", save_steps=1).train()
-    folder = Store.open(tmp_path / "checkpoint-1")
-    commit = read_commit(folder)
-    assert commit is not None
-    folder.delete(COMMIT)
-    write_commit(folder, "checkpoint", commit.files, {**commit.meta, "layout": sizes})
-    with pytest.raises(DamagedError) as caught:
-        trainer(tmp_path, rows, max_steps=2).train(resume_from_checkpoint=folder.url)
-    assert str(caught.value.field).endswith(COMMIT)
-
-
 # ---------------------------------------------------------------------------------------------- other programs' folders
 FOREIGN = {
     "transformers": (["trainer_state.json", "optimizer.pt", "model.safetensors"], "transformers Trainer", "import"),
@@ -360,10 +355,9 @@ def test_another_programs_checkpoints_in_the_output_folder_are_spared(tmp_path: 
     theirs = tmp_path / "checkpoint-1"
     theirs.mkdir()
     (theirs / "optimizer.pt").write_bytes(b"weeks of work")
-    rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 2)} for n in range(8)]
 
     def made(**more: Any) -> Any:
-        return trainer(tmp_path, rows, **{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **more})
+        return trainer(tmp_path, ROWS, **{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **more})
 
     with pytest.raises(ConfigError, match="another program wrote") as caught:
         made().train(resume_from_checkpoint=True)

@@ -421,11 +421,7 @@ def test_the_arguments_are_never_opened(hand_made: Path, tmp_path: Path) -> None
 
 
 def altered(hand_made: Path, tmp_path: Path) -> Path:
-    source = tmp_path / "source"
-    source.mkdir()
-    for file in hand_made.iterdir():
-        (source / file.name).write_bytes(file.read_bytes())
-    return source
+    return Path(shutil.copytree(hand_made, tmp_path / "source"))
 
 
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "scaler.pt", "rng_state.pth", "pytorch_model.bin"])

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import trainer_lib
+from tests.support.tiny_models import masking_tokenizer as tokens
 from trainer_lib import (
     DataCollatorForLanguageModeling,
     DataCollatorForPermutationLanguageModeling,
@@ -29,18 +30,6 @@ EXPORTS = (
     *("DataCollatorForSeq2Seq", "DataCollatorForTokenClassification", "DataCollatorWithFlattening"),
     *("DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator", "DataCollator"),
 )
-
-
-def tokens(**settings: Any) -> Any:
-    """A fast tokenizer of 40 words."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-
-    names = ["<pad>", "</s>", "<mask>", *(f"w{number}" for number in range(3, 40))]
-    model = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="</s>"))
-    fast: Any = transformers.PreTrainedTokenizerFast
-    special = {"pad_token": "<pad>", "eos_token": "</s>", "mask_token": "<mask>"}
-    return fast(tokenizer_object=model, **special, **settings)
 
 
 def assert_same(ours: Any, theirs: Any) -> None:

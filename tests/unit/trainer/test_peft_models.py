@@ -16,6 +16,7 @@ from tests.support.training import Note, trained, trainer
 from trainer_lib.errors import ConfigError
 
 ROWS = lm_rows(16)
+SAVED: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
 # peft asks transformers by the old name.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
@@ -57,7 +58,7 @@ def test_save_model_and_checkpoints_hold_the_adapter_that_peft_loads_and_not_the
     from safetensors.torch import load_file
 
     model = lora()
-    one = trained(tmp_path, ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
+    one = trained(tmp_path, ROWS, model=model, **SAVED)
     one.save_model(str(tmp_path / "model"))
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"adapter_model.safetensors", "adapter_config.json", "training_args.json"}
@@ -72,8 +73,7 @@ def test_several_adapters_go_to_folders_of_their_own(tmp_path: Path) -> None:
     model = lora()
     model.add_adapter("second", LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM"))
     model.set_adapter("second")
-    given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path, ROWS, model=model, **given).train()
+    trainer(tmp_path, ROWS, model=model, **SAVED).train()
     checkpoint = tmp_path / "checkpoint-2"
     for folder, rank in ((checkpoint, 2), (checkpoint / "second", 3)):
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == rank
@@ -83,9 +83,8 @@ def test_several_adapters_go_to_folders_of_their_own(tmp_path: Path) -> None:
 
 
 def test_adapters_are_not_put_on_another_base(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    trainer(tmp_path, ROWS, model=lora(), **given).train()
-    other = trainer(tmp_path, ROWS, model=lora(base=llama(seed=1)), **{**given, "max_steps": 4})
+    trainer(tmp_path, ROWS, model=lora(), **SAVED).train()
+    other = trainer(tmp_path, ROWS, model=lora(base=llama(seed=1)), **{**SAVED, "max_steps": 4})
     with pytest.raises(ConfigError, match=r"resume_from_checkpoint = .*checkpoint-2: .*other base weights"):
         other.train(resume_from_checkpoint=True)
 
@@ -115,7 +114,7 @@ def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(
     model = llama()
     torch.manual_seed(0)
     model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    one = trained(tmp_path / "run", ROWS, model=model, max_steps=2, save_strategy="steps", save_steps=2)
+    one = trained(tmp_path / "run", ROWS, model=model, **SAVED)
     one.save_model(str(tmp_path / "model"))
     for folder in (tmp_path / "model", tmp_path / "run" / "checkpoint-2"):
         loaded = llama()

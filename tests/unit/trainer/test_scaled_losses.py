@@ -164,8 +164,8 @@ def test_a_loss_that_was_scaled_for_all_ranks_is_not_scaled_for_them_again() -> 
         one = OverRanks(Model(), trainer_lib.TrainingArguments(output_dir=folder, use_cpu=True, report_to="none"))
         assert LossRule.of(one, computes_own=True).divided is LossScale.STEP
     weights = StepWeights(data_parallel_size=4, over_ranks=True)
-    weights.items, weights.samples, weights.num_items = [2], [2], 8
-    assert [weights.weight(scale) for scale in LossScale] == [1.0, 4.0, 1.0, 1.0, 1.0]
+    weights.items, weights.samples, weights.num_items = [2], [2], 16
+    assert [weights.weight(scale) for scale in LossScale] == [0.5, 4.0, 1.0, 1.0, 1.0]
 
 
 def test_a_step_whose_items_are_not_known_is_the_mean_of_its_micro_batches() -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support.seq2seq import END, PAD, WORDS, Copier, Tokens, rows, seq2seq_trainer, t5
+from tests.support.tiny_models import masking_tokenizer
 from tests.support.toys import Classifier, classification_rows
 from trainer_lib import (
     DataCollatorForSeq2Seq,
@@ -163,20 +164,8 @@ def test_arguments_with_and_without_generation_settings_go_to_their_trainer(
 ROWS7 = rows(7)
 
 
-def _tokenizer(**settings: Any) -> Any:
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from transformers import PreTrainedTokenizerFast
-
-    names = ["<pad>", "</s>", "<mask>", *(f"w{number}" for number in range(3, 40))]
-    model = Tokenizer(WordLevel({name: number for number, name in enumerate(names)}, unk_token="</s>"))
-    special: Any = {"pad_token": "<pad>", "eos_token": "</s>", "mask_token": "<mask>"}
-    fast: Any = PreTrainedTokenizerFast
-    return fast(tokenizer_object=model, **special, **settings)
-
-
 def _trainer(folder: Path, model: Any = None, **given: Any) -> Any:
-    model, tokens = t5() if model is None else model, _tokenizer()
+    model, tokens = t5() if model is None else model, masking_tokenizer()
     collate = DataCollatorForSeq2Seq(tokens, model=model)
     return seq2seq_trainer(folder, model, processing_class=tokens, data_collator=collate, **given)
 
@@ -188,7 +177,7 @@ def _theirs(folder: Path, model: Any, **given: Any) -> Any:
     settings: dict[str, Any] = {"use_cpu": True, "per_device_eval_batch_size": 3, "report_to": "none"}
     settings |= {"predict_with_generate": True, "generation_max_length": 8, "disable_tqdm": True}
     args = transformers.Seq2SeqTrainingArguments(str(folder), **{**settings, **given})
-    tokens = _tokenizer()
+    tokens = masking_tokenizer()
     collate = transformers.DataCollatorForSeq2Seq(tokens, model=model)
     return transformers.Seq2SeqTrainer(model, args, data_collator=collate, processing_class=tokens)
 
@@ -226,15 +215,15 @@ def test_predictions_and_labels_are_those_of_transformers_own_trainer(tmp_path: 
 def test_decoder_inputs_made_from_labels_are_kept_from_generation(tmp_path: Path) -> None:
     """The collator adds them (it was given the model); continuing them would leak the answer."""
     with_decoder_inputs = _trainer(tmp_path, t5()).predict(ROWS7).predictions
-    collate = DataCollatorForSeq2Seq(_tokenizer())
-    without = seq2seq_trainer(tmp_path, t5(), processing_class=_tokenizer(), data_collator=collate)
+    collate = DataCollatorForSeq2Seq(masking_tokenizer())
+    without = seq2seq_trainer(tmp_path, t5(), processing_class=masking_tokenizer(), data_collator=collate)
     assert np.array_equal(with_decoder_inputs, without.predict(ROWS7).predictions)
 
 
 def test_a_decoder_prompt_of_ones_own_is_continued(tmp_path: Path) -> None:
     prompted = [{"input_ids": row["input_ids"], "decoder_input_ids": [PAD, 5, 6]} for row in ROWS7]
     equal = [{**row, "input_ids": (row["input_ids"] * 3)[:5]} for row in prompted]
-    one = seq2seq_trainer(tmp_path, t5(), processing_class=_tokenizer(), data_collator=default_data_collator)
+    one = seq2seq_trainer(tmp_path, t5(), processing_class=masking_tokenizer(), data_collator=default_data_collator)
     assert one.predict(equal).predictions[:, :3].tolist() == [[PAD, 5, 6]] * 7
 
 
@@ -303,7 +292,7 @@ ANSWERED = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labe
 
 
 def test_labels_as_arrays_and_tensors_are_padded_like_lists() -> None:
-    tokens = _tokenizer()
+    tokens = masking_tokenizer()
     expected = DataCollatorForSeq2Seq(tokens)([dict(row) for row in ANSWERED])["labels"]
     for make in (np.array, torch.tensor):
         given = [{"input_ids": row["input_ids"], "labels": make(row["labels"])} for row in ANSWERED]

@@ -15,14 +15,13 @@ from torch import nn
 
 from tests.support.optimizers import Lookahead, Outside, Several
 from tests.support.toys import Classifier, StatefulStream, classification_rows
-from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trained, trainer
+from tests.support.training import LOGGED, Note, StopAt, assert_equal, final_state, preempted_at, trained, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.arguments.fields import Unset
 from trainer_lib.errors import ConfigError, OutOfMemoryError
 
 ROWS = classification_rows(26)
-EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 AUTO: dict[str, Any] = {"auto_find_batch_size": True}
 
 
@@ -66,7 +65,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     failure: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Samples, losses and weights are those of a run that had the smaller micro-batch from the start."""
-    given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 10, **EVERY_STEP}
+    given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 10, **LOGGED}
     model = hungry(3, failure=FAILURES[failure])
     found = trained(tmp_path / "a", ROWS, model=model, per_device_train_batch_size=10, **AUTO, **given)
     told = re.findall(r"micro-batches of (\d+): training continues with (\d+)", caplog.text)
@@ -78,7 +77,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
 
 
 def test_odd_sizes_leave_uneven_micro_batches_at_their_exact_weight(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 7, **EVERY_STEP}
+    given: dict[str, Any] = {"num_train_epochs": 1, "per_device_train_batch_size": 7, **LOGGED}
     model = hungry(4)
     model.dropout = nn.Dropout(0.0)
     found = trained(tmp_path / "a", ROWS, model=model, **AUTO, **given)
@@ -90,7 +89,7 @@ def test_odd_sizes_leave_uneven_micro_batches_at_their_exact_weight(tmp_path: Pa
 
 
 def test_it_goes_on_from_the_newest_checkpoint_of_the_same_training(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **EVERY_STEP}
+    given: dict[str, Any] = {"num_train_epochs": 2, "save_strategy": "steps", "save_steps": 2, **LOGGED}
     given |= {"global_batch_size": 8, "per_device_train_batch_size": 8}
     # 4 steps an epoch (8 + 8 + 8 + 2): memory runs out in step 6, step 4 is saved.
     found = trained(tmp_path / "a", ROWS, model=hungry(4, since=5), **AUTO, **given)
@@ -236,7 +235,7 @@ class Overflows(Classifier):
 @pytest.mark.parametrize(("step", "model"), [(0, Classifier), (2, Overflows)])
 def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, model: Any) -> None:
     """The gradients of the second attempt are unscaled, and its loss scale is that of the beginning."""
-    given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 10, "fp16": True, **EVERY_STEP}
+    given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 10, "fp16": True, **LOGGED}
     more: dict[str, Any] = {"callbacks": [FullAt(step)], "auto_find_batch_size": True}
     found = trained(tmp_path / "a", ROWS, model=seeded(model), per_device_train_batch_size=10, **more, **given)
     small = trained(tmp_path / "b", ROWS, model=seeded(model), per_device_train_batch_size=5, **given)

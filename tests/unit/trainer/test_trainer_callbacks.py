@@ -13,7 +13,7 @@ import torch
 from tests.support import surface
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import Note, StopAt, arguments, preempted_at, trained, trainer
+from tests.support.training import LOGGED, Note, StopAt, arguments, preempted_at, trained, trainer
 from trainer_lib import (
     ExportableState,
     Seq2SeqTrainer,
@@ -132,12 +132,6 @@ def test_states_of_several_callbacks_of_one_class_are_restored_each(
     assert "state of a Absent, which is not among the callbacks" in caplog.text
 
 
-# ----------------------------------------------------------------------------------------------------- early stopping
-
-
-# -------------------------------------------------------------------------------------------------------------- logging
-
-
 def test_the_memory_report_has_the_references_keys(tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, eval_dataset=ROWS[:4], skip_memory_metrics=False, max_steps=1)
     train, evaluation, test = one.train().metrics, one.evaluate(), one.predict(ROWS[:4]).metrics
@@ -201,16 +195,11 @@ seen: list[str] = []
 
 def test_overrides_with_the_signatures_of_old_are_called_as_they_take_it(tmp_path: Path) -> None:
     seen.clear()
-    one = trained(
-        tmp_path, DOZEN, cls=OfOld, eval_dataset=DOZEN, max_steps=2, logging_strategy="steps", logging_steps=1
-    )
+    one = trained(tmp_path, DOZEN, cls=OfOld, eval_dataset=DOZEN, max_steps=2, **LOGGED)
     one.evaluate()
     one.save_model()
     assert set(seen) == {name for name in vars(OfOld) if not name.startswith("__")}
     assert one.state.total_flos == 2
-
-
-EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 # ---------------------------------------------------------------------------------------------------------- attributes
@@ -237,7 +226,7 @@ def test_attributes_tell_what_is_going_on(tmp_path: Path) -> None:
 
 
 def test_end_finishes_the_trackers_and_leaves_the_process_group(tmp_path: Path) -> None:
-    one = trainer(tmp_path, DOZEN, report_to="jsonl", max_steps=1, **EVERY_STEP)
+    one = trainer(tmp_path, DOZEN, report_to="jsonl", max_steps=1, **LOGGED)
     closed: list[str] = []
     [tracking] = [each for each in one.callback_handler.callbacks if type(each).__name__ == "JsonlCallback"]
     tracking.close = closed.append  # type: ignore[attr-defined]
@@ -256,9 +245,6 @@ def test_the_sequence_to_sequence_trainers_helpers_can_be_called(tmp_path: Path)
     args = Seq2SeqTrainingArguments(str(tmp_path / "out"), use_cpu=True)
     one = Seq2SeqTrainer(Classifier(), args, processing_class=SimpleNamespace(pad_token_id=9, eos_token_id=None))
     assert one._pad_tensors_to_max_len(torch.tensor([[1, 2]]), 4).tolist() == [[1, 2, 9, 9]]
-
-
-# ---------------------------------------------------------------------------------------------------------- accelerator
 
 
 # ---------------------------------------------------------------------------------------------------------------- state

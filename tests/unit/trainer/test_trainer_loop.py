@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import logging
 import os
@@ -19,13 +18,22 @@ from safetensors.torch import load
 from torch.utils.data import DataLoader
 
 from tests.support.toys import Augmented, Classifier, Stream, TokenModel, classification_rows, token_rows
-from tests.support.training import Note, StopAt, logged, measured, note_heads, preempted_at, trained, trainer
-from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, enable_full_determinism, set_seed
+from tests.support.training import (
+    LOGGED,
+    Note,
+    StopAt,
+    logged,
+    measured,
+    note_heads,
+    preempted_at,
+    trained,
+    trainer,
+)
+from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.storage import Store
 
 ROWS = classification_rows(10)
-EVERY_STEP: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 
 # -------------------------------------------------------------------------------------------------------------- length
@@ -58,7 +66,7 @@ def test_the_epoch_of_a_stream_without_a_length_is_the_number_of_passes(loader: 
             return ours if loader == "ours" else DataLoader(Stream(ROWS), batch_size=4)
 
     ends = Note("on_epoch_end", lambda state, **_: state.epoch)
-    given: dict[str, Any] = {**EVERY_STEP, "save_strategy": "steps", "save_steps": 4, "max_steps": 11}
+    given: dict[str, Any] = {**LOGGED, "save_strategy": "steps", "save_steps": 4, "max_steps": 11}
 
     def make(folder: str, *callbacks: Any) -> Trainer:
         return trainer(tmp_path / folder, Stream(ROWS), cls=Loading, callbacks=list(callbacks), **given)
@@ -88,7 +96,7 @@ def test_every_sample_is_read_once_per_epoch_in_another_order(tmp_path: Path) ->
 
 
 def test_what_is_logged(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, num_train_epochs=1, lr_scheduler_type="linear", **EVERY_STEP)
+    one = trainer(tmp_path, ROWS, num_train_epochs=1, lr_scheduler_type="linear", **LOGGED)
     output = one.train()
     *steps, last = logged(one)
     assert [entry["step"] for entry in steps] == [1, 2, 3]
@@ -105,7 +113,7 @@ def test_clipping_limits_the_norm_and_logs_it_before(tmp_path: Path) -> None:
 
     norms = Note("on_pre_optimizer_step", norm)
     for limit in (0.01, 0.0):
-        one = trained(tmp_path, ROWS, max_steps=1, callbacks=[norms], max_grad_norm=limit, **EVERY_STEP)
+        one = trained(tmp_path, ROWS, max_steps=1, callbacks=[norms], max_grad_norm=limit, **LOGGED)
     assert norms.kept[0] == pytest.approx(0.01, rel=1e-3)
     assert norms.kept[1] == pytest.approx(one.state.log_history[0]["grad_norm"], rel=1e-5)
 
@@ -149,7 +157,7 @@ def test_few_frames_and_files_lie_between_train_and_what_it_does(
 
     real = os.open
     monkeypatch.setattr(os, "open", opened)
-    given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **EVERY_STEP}
+    given: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, **LOGGED}
     log = Note("on_log", lambda state, **_: note("log"))
     trainer(
         tmp_path, ROWS, model=Model(), optimizer_cls_and_kwargs=(Optimizer, {"lr": 0.1}), callbacks=[log], **given
@@ -175,7 +183,7 @@ def test_what_can_be_asked_about_the_optimizer(tmp_path: Path) -> None:
 
 
 def test_a_schedule_that_follows_a_metric_steps_after_evaluations(tmp_path: Path) -> None:
-    given: dict[str, Any] = {"eval_steps": 1, "max_steps": 3, **measured(1.0, 1.0, 1.0), **EVERY_STEP}
+    given: dict[str, Any] = {"eval_steps": 1, "max_steps": 3, **measured(1.0, 1.0, 1.0), **LOGGED}
     plateau: dict[str, Any] = {"lr_scheduler_kwargs": {"patience": 0, "factor": 0.5}}
     one = trained(tmp_path, ROWS, lr_scheduler_type="reduce_lr_on_plateau", **plateau, **given)
     rates = [entry["learning_rate"] for entry in one.state.log_history if "learning_rate" in entry]
@@ -335,7 +343,7 @@ def test_what_is_counted(tmp_path: Path) -> None:
 
     given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "include_tokens_per_second": True}
     given |= {"save_strategy": "steps", "save_steps": 1}
-    one = trainer(tmp_path, token_rows(10), model=Costly(), num_train_epochs=1, **given, **EVERY_STEP)
+    one = trainer(tmp_path, token_rows(10), model=Costly(), num_train_epochs=1, **given, **LOGGED)
     output = one.train()
     rates = [output.metrics[f"train_{what}_per_second"] for what in ("samples", "tokens")]
     assert rates[1] == pytest.approx(7 * rates[0], rel=0.01)  # ten samples of seven tokens, the ragged batch included
@@ -376,18 +384,7 @@ def test_old_names_of_the_constructor(tmp_path: Path) -> None:
 
 
 def test_seeds(tmp_path: Path) -> None:
-    inductor: Any = importlib.import_module("torch._inductor.config")
     set_seed(5)
     drawn = (torch.rand(1).item(), float(np.random.rand()))
     set_seed(5)
     assert (torch.rand(1).item(), float(np.random.rand())) == drawn
-    try:
-        enable_full_determinism(5)
-        assert torch.are_deterministic_algorithms_enabled()
-        assert inductor.deterministic
-        assert torch.rand(1).item() == drawn[0]
-    finally:
-        torch.use_deterministic_algorithms(False)
-        torch.backends.cudnn.deterministic = inductor.deterministic = False
-        for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
-            os.environ.pop(name, None)

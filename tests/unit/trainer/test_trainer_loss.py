@@ -27,7 +27,7 @@ from trainer_lib.data.loading.loader import EvalLoader, Micro, TrainLoader
 from trainer_lib.distributed.communicator import DataParallel, SingleProcess
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.evaluation_loop import iterate_rounds
-from trainer_lib.trainer.weighting import CountedItems, LossScale, MicroBatches, StepWeights
+from trainer_lib.trainer.weighting import CountedItems, MicroBatches
 
 TOKENS = token_rows(24)
 ROWS = [{"x": row["x"].double(), "labels": row["labels"]} for row in classification_rows(24)]
@@ -425,10 +425,3 @@ def test_a_stream_is_cut_into_shares(tmp_path: Path) -> None:
     assert isinstance(loader, IterableLoader)
     assert loader.global_batch == 4
     assert [len(batch["labels"]) for batch in loader] == [2] * 6  # 12 of the 24 rows
-
-
-def test_a_loss_is_weighted_by_the_data_parallel_size() -> None:
-    weights = StepWeights(data_parallel_size=2, over_ranks=True)
-    weights.items, weights.num_items = [3], 12
-    assert weights.weight(LossScale.MEAN) == pytest.approx(2 * 3 / 12)
-    assert weights.weight(LossScale.SHARE) == 2.0

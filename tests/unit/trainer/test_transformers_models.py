@@ -363,20 +363,6 @@ def test_an_iterable_dataset_loses_its_unused_columns_and_trains(tmp_path: Path)
     assert one.predict(data).predictions.shape == (12, 3)
 
 
-def test_columns_may_be_kept(tmp_path: Path) -> None:
-    def collate(samples: list[Any]) -> dict[str, Any]:
-        seen.update(samples[0])
-        return {
-            "input_ids": torch.tensor([row["input_ids"] for row in samples]),
-            "labels": torch.tensor([row["label"] for row in samples]),
-        }
-
-    seen: set[str] = set()
-    given: dict[str, Any] = {"remove_unused_columns": False, "data_collator": collate, "max_steps": 1}
-    trainer(tmp_path, text_data(), model=bert(), **given).train()
-    assert "text" in seen
-
-
 def test_a_tokenizers_padding_is_the_default_collator(tmp_path: Path) -> None:
     from datasets import Dataset
 
