@@ -20,30 +20,21 @@ class Gate:
 
     Attributes:
         started: set whenever a save has reached the gate.
-        passing, most: saves between gate and last file now, and at most.
-        steps: the saves that came through.
+        threads: the names of those that wrote.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
         self.started = threading.Event()
-        self.passing = self.most = 0
-        self.steps: list[int] = []
         self.threads: list[str] = []
         self._before = before
         self._write = writer._write_shared
         monkeypatch.setattr(writer, "_write_shared", self._held)
 
     def _held(self, store: Store, snapshot: Snapshot) -> list[FileEntry]:
-        self.passing += 1
-        self.most = max(self.most, self.passing)
         self.threads.append(threading.current_thread().name)
         self.started.set()
-        try:
-            self._before(snapshot.step)
-            self.steps.append(snapshot.step)
-            return self._write(store, snapshot)
-        finally:
-            self.passing -= 1
+        self._before(snapshot.step)
+        return self._write(store, snapshot)
 
 
 def until(event: threading.Event) -> Callable[[Any], None]:

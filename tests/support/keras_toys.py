@@ -98,6 +98,13 @@ def trainer(folder: Path | str, data: Any, *, model: Any = None, cls: Any = TFTr
     return cls(model, arguments(folder, **given), data, **own)
 
 
+def trained(folder: Path | str, data: Any, **given: Any) -> Any:
+    """A TFTrainer of `trainer` that has trained."""
+    one = trainer(folder, data, **given)
+    one.train()
+    return one
+
+
 def weights(one: Any) -> dict[str, Any]:
     """The model's parameters as arrays by name."""
     return {name: value.numpy().copy() for name, value in one.model.state_dict().items()}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -27,6 +27,26 @@ class Classifier(nn.Module):
         if labels is None:
             return {"logits": logits}
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def cuda() -> Exception:
+    """The error of a GPU whose memory has run out."""
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+class Hungry(Classifier):
+    """Has memory for `room` samples at a time, from its call number `since` on."""
+
+    def __init__(self, room: int, failure: Callable[[], Exception] = cuda, since: int = 0) -> None:
+        super().__init__()
+        self.room, self.failure, self.since = room, failure, since
+        self.seen: list[int] = []
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        if len(x) > self.room and len(self.seen) >= self.since:
+            raise self.failure()
+        self.seen.append(len(x))
+        return super().forward(x, labels)
 
 
 class TokenModel(nn.Module):

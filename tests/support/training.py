@@ -67,17 +67,28 @@ def trained(folder: Path | str, train: Any, **given: Any) -> Trainer:
     return made
 
 
-class StopAt(TrainerCallback):
+class At(TrainerCallback):
+    """Calls a function once, at an `event` of a step."""
+
+    def __init__(self, step: int, action: Callable[[], Any], event: str = "on_step_end") -> None:
+        self.step, self.action = step, action
+        setattr(self, event, self._act)
+
+    def _act(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            self.step = -1
+            self.action()
+
+
+def _terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+class StopAt(At):
     """Sends this process a SIGTERM at the end of a step, as a scheduler would."""
 
     def __init__(self, step: int, event: str = "on_step_end") -> None:
-        self.step = step
-        setattr(self, event, self._stop)
-
-    def _stop(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.step = -1
-            os.kill(os.getpid(), signal.SIGTERM)
+        super().__init__(step, _terminate, event)
 
 
 class Note(TrainerCallback):

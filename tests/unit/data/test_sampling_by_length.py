@@ -129,12 +129,6 @@ def test_a_dataset_of_datasets_is_sorted_by_its_column(tmp_path: Path) -> None:
     assert _widths(_trainer(tmp_path, without, train_sampling_strategy="group_by_length")) == _widths(one)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_the_old_name_sorts_too(tmp_path: Path) -> None:
-    old = _trainer(tmp_path, _rows(), group_by_length=True)
-    assert _widths(old) == _widths(_trainer(tmp_path, _rows(), train_sampling_strategy="group_by_length"))
-
-
 def test_every_sample_comes_once_an_epoch_in_an_order_of_seed_and_epoch(tmp_path: Path) -> None:
     rows = [{"input_ids": [2] * (1 + number % 7), "label": number} for number in range(30)]
 

@@ -23,12 +23,16 @@ from trainflow.flows.records.past_runs import find_run, list_runs, tag_run
 from trainflow.flows.runs.garbage import find_garbage, remove_garbage
 
 
+@pytest.fixture
+def storage(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
 def sign(storage: str, run_id: str, holder: Holder) -> None:
     leave_sign(Store.open(storage).child("runs", run_id), holder)
 
 
-def test_the_newest_that_finished_and_a_tagged_one_stay_beside_those_that_failed(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+def test_the_newest_that_finished_and_a_tagged_one_stay_beside_those_that_failed(storage: str) -> None:
     ids = nightly(storage, 3)
     for day in (4, 5):
         record_run(storage, f"{day}" * 16, day=day, status="FAILED")
@@ -37,11 +41,10 @@ def test_the_newest_that_finished_and_a_tagged_one_stay_beside_those_that_failed
     assert found.kept[ids[0]] == "tagged baseline"
     assert found.kept[ids[2]] == "the newest of toy that finished"
     assert {run.id for run in list_runs(storage)} == {ids[0], ids[2], "4" * 16, "5" * 16}
-    assert committed(tmp_path) == folders(storage, ids[0], ids[2])
+    assert committed(storage) == folders(storage, ids[0], ids[2])
 
 
-def test_what_a_failed_run_worked_in_stays_while_the_run_is_recorded(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+def test_what_a_failed_run_worked_in_stays_while_the_run_is_recorded(storage: str) -> None:
     key = commit_stage(storage, "train", "half made")
     store = Store.open(storage).child("stages", "train", key[:16])
     store.delete(COMMIT)
@@ -94,9 +97,8 @@ def test_a_link_is_named_and_left_with_what_is_behind_it(
 
 
 def test_the_command_that_is_named_removes_what_was_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    storage: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    storage = str(tmp_path)
     ids = nightly(storage, 3)
     monkeypatch.setattr(options, "quiet_environment", lambda: None)
     words = ["gc", "--storage", storage, "--keep", "1", "--skip-registry"]
@@ -108,8 +110,8 @@ def test_the_command_that_is_named_removes_what_was_shown(
     assert committed(storage) == folders(storage, ids[2])
 
 
-def test_nothing_goes_while_the_registry_cannot_be_asked(tmp_path: Path) -> None:
-    storage, gone = str(tmp_path), "sqlite:////nowhere/mlflow.db"
+def test_nothing_goes_while_the_registry_cannot_be_asked(storage: str) -> None:
+    gone = "sqlite:////nowhere/mlflow.db"
     ids = nightly(storage, 3)
     record_run(storage, ids[0], day=1, mlflow_run_id="a" * 32, tracking_uri=gone)
     found = find_garbage(storage, keep=1)
@@ -119,7 +121,7 @@ def test_nothing_goes_while_the_registry_cannot_be_asked(tmp_path: Path) -> None
     assert caught.value.value == gone
     assert "--skip-registry" in str(caught.value.remedy)
     assert len(list_runs(storage)) == 3
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as made, made:  # the storage was moved, its database with it
+    with closing(sqlite3.connect(f"{storage}/mlflow.db")) as made, made:  # the storage was moved, its database with it
         made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
     assert find_garbage(storage, keep=1).obstacle is None
     collect(storage, keep=1, skip_registry=True)
@@ -127,19 +129,18 @@ def test_nothing_goes_while_the_registry_cannot_be_asked(tmp_path: Path) -> None
 
 
 def test_a_registered_version_keeps_its_run_and_the_folder_that_it_names(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    storage: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    storage = str(tmp_path)
     ids = nightly(storage, 5)
     stages = {run.id: dict(run.stages) for run in list_runs(storage)}
     record_run(storage, ids[0], day=1, stages=stages[ids[0]], mlflow_run_id="a" * 32)
     by_source, by_tag = (stages[run_id]["train"][:16] for run_id in ids[1:3])
     versions = [
         ModelVersion("digits", "1", "a" * 32, "runs:/x/model", {}),
-        ModelVersion("digits", "2", "", (tmp_path / "stages" / "train" / by_source / "model").as_uri(), {}),
+        ModelVersion("digits", "2", "", Path(storage, "stages", "train", by_source, "model").as_uri(), {}),
         ModelVersion("digits", "3", "b" * 32, "elsewhere", {"trainflow.train": by_tag}),
     ]
-    with closing(sqlite3.connect(tmp_path / "mlflow.db")) as made, made:
+    with closing(sqlite3.connect(f"{storage}/mlflow.db")) as made, made:
         made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
         made.execute("INSERT INTO model_versions VALUES ('digits', '1')")
     monkeypatch.setattr(mlflow_client, "connect", lambda uri: uri)
@@ -149,8 +150,7 @@ def test_a_registered_version_keeps_its_run_and_the_folder_that_it_names(
     assert committed(storage) == folders(storage, *ids[:3], ids[4])
 
 
-def test_what_a_process_works_in_or_reads_stays(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+def test_what_a_process_works_in_or_reads_stays(storage: str) -> None:
     held, read, free = (commit_stage(storage, "train", seed) for seed in ("held", "read", "free"))
     stages = Store.open(storage).child("stages", "train")
     checkpoint = stages.child(read[:16], "checkpoints", "checkpoint-4")
@@ -165,8 +165,7 @@ def test_what_a_process_works_in_or_reads_stays(tmp_path: Path) -> None:
     assert len(gone) == 2
 
 
-def test_a_run_at_work_stays_whatever_its_age(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+def test_a_run_at_work_stays_whatever_its_age(storage: str) -> None:
     ids = nightly(storage, 5)
     here = Holder.this_process()
     sign(storage, ids[0], here)
@@ -177,8 +176,7 @@ def test_a_run_at_work_stays_whatever_its_age(tmp_path: Path) -> None:
     assert {run.id for run in list_runs(storage)} == {ids[0], ids[1], ids[4]}
 
 
-def test_a_reference_that_appears_between_the_look_and_the_removal_counts(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+def test_a_reference_that_appears_between_the_look_and_the_removal_counts(storage: str) -> None:
     ids = nightly(storage, 3)
     key = commit_stage(storage, "train", "of no run yet")
     old = find_run(storage, ids[0], field="RUN")
@@ -191,8 +189,7 @@ def test_a_reference_that_appears_between_the_look_and_the_removal_counts(tmp_pa
     assert find_run(storage, ids[0], field="RUN") == old
 
 
-def test_what_no_run_needs_goes_but_not_a_run_that_starts(tmp_path: Path) -> None:
-    storage = str(tmp_path)
+def test_what_no_run_needs_goes_but_not_a_run_that_starts(storage: str) -> None:
     nightly(storage, 1)
     nightly(f"{storage}/limited", 2)
     kept, runs = committed(storage), Store.open(storage).child("runs")
@@ -204,5 +201,5 @@ def test_what_no_run_needs_goes_but_not_a_run_that_starts(tmp_path: Path) -> Non
     assert any(url.endswith("00002-def") for url in gone)
     assert {url for url in gone if url.startswith(runs.url)} == {runs.child("torn").url}
     assert committed(storage) == kept
-    assert committed(tmp_path / "limited") == set()
+    assert committed(f"{storage}/limited") == set()
     assert list_runs(f"{storage}/limited") == []

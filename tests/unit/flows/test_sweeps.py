@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tests.support import toy
+from tests.support.sweeps import sweep_project
 from trainer_lib.errors import ConfigError
 from trainflow.flows.cli.commands import sweep
 from trainflow.flows.planning.plan import Plan
@@ -16,21 +16,12 @@ from trainflow.flows.spec.spec import load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings
 from trainflow.flows.sweeps.trial_specs import check_sweep, identify, require_same, sweep_of, trial_spec
 
-SWEEP = """
-sweep:
-  space:
-    train.args.learning_rate: {low: 1.0e-3, high: 1.0, log: true}
-    prepare.options.rows: [64, 32]
-  objective: test_error
-  direction: minimize
-  trials: 4
-"""
 PRUNED = ("sweep.pruner=asha", "train.eval_split=test", "train.args.eval_strategy=epoch")
 
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return toy.project(tmp_path, spec=toy.SPEC + SWEEP)
+    return sweep_project(tmp_path)
 
 
 def test_a_trial_differs_in_its_values_and_shares_the_rest(path: Path) -> None:

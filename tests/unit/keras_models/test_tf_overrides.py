@@ -13,9 +13,20 @@ import torch
 from safetensors.torch import load_file
 
 from tests.support import keras_toys
-from tests.support.keras_toys import PLAIN, arrays, classifier, decay, keras, keras_model, pairs, trainer, weights
+from tests.support.keras_toys import (
+    PLAIN,
+    arrays,
+    classifier,
+    decay,
+    keras,
+    keras_model,
+    pairs,
+    trained,
+    trainer,
+    weights,
+)
 from tests.support.repository import ROOT
-from tests.support.training import losses
+from tests.support.training import accuracy, losses
 from trainer_lib import TFTrainer, TFTrainingArguments, Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError, DataError
 
@@ -99,8 +110,7 @@ class Noting(TFTrainer):
 
 def test_every_documented_method_is_called_when_it_is_overridden(tmp_path: Path) -> None:
     Noting.called.clear()
-    one = trainer(tmp_path, pairs(8), cls=Noting, eval_dataset=pairs(8), eval_strategy="epoch")
-    one.train()
+    one = trained(tmp_path, pairs(8), cls=Noting, eval_dataset=pairs(8), eval_strategy="epoch")
     assert isinstance(one.optimizer.keras_optimizer, keras().optimizers.SGD)
     assert "eval_loss" in one.evaluate() and "test_loss" in one.predict(pairs(8)).metrics
     one.save_model(str(tmp_path / "saved"))
@@ -124,9 +134,7 @@ def test_a_training_step_may_compute_its_gradients_itself(tmp_path: Path) -> Non
             return loss
 
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, **PLAIN}
-    mine, plain = (trainer(tmp_path / c.__name__, pairs(10), cls=c, **given) for c in (Mine, TFTrainer))
-    for each in (mine, plain):
-        each.train()
+    mine, plain = (trained(tmp_path / c.__name__, pairs(10), cls=c, **given) for c in (Mine, TFTrainer))
     np.testing.assert_allclose(losses(mine), losses(plain), rtol=1e-5)
 
 
@@ -142,8 +150,7 @@ def test_an_override_that_would_not_be_called_is_refused(name: str, tmp_path: Pa
 
 def test_apply_gradients_steps_outside_of_training(tmp_path: Path) -> None:
     one = trainer(tmp_path, pairs(8), **PLAIN)
-    other = trainer(tmp_path / "other", pairs(8), num_train_epochs=1, **PLAIN)
-    other.train()
+    other = trained(tmp_path / "other", pairs(8), num_train_epochs=1, **PLAIN)
     x, y = arrays(8)
     one.create_optimizer_and_scheduler(2)
     for start in (0, 4):
@@ -172,8 +179,7 @@ def test_a_writer_gets_the_log(tmp_path: Path) -> None:
 
 def test_saved_weights_fit_a_model_of_the_same_code_in_any_process(tmp_path: Path) -> None:
     """Keras numbers layers through the process: the second model here has other names than the first one."""
-    one = trainer(tmp_path, pairs(8), save_strategy="epoch")
-    one.train()
+    one = trained(tmp_path, pairs(8), save_strategy="epoch")
     one.save_model(str(tmp_path / "saved"))
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     parts = enumerate(("kernel", "bias") * 2)
@@ -217,13 +223,9 @@ def test_the_best_model_is_loaded_and_callbacks_and_metrics_see_the_keras_model(
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             seen.append((given["model"], given["optimizer"]))
 
-    def accuracy(p: Any) -> dict[str, float]:
-        return {"accuracy": float((p.predictions.argmax(1) == p.label_ids).mean())}
-
     given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "load_best_model_at_end": True}
     given |= {"learning_rate": 0.3, "num_train_epochs": 4, "callbacks": [See()], "compute_metrics": accuracy}
-    one = trainer(tmp_path, pairs(24), eval_dataset=pairs(24, seed=1), **given)
-    one.train()
+    one = trained(tmp_path, pairs(24), eval_dataset=pairs(24, seed=1), **given)
     measured = one.evaluate()
     assert measured["eval_loss"] == pytest.approx(one.state.best_metric, rel=1e-6)
     assert seen[0] == (one.model, one.optimizer)

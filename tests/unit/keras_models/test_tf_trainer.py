@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, keras, keras_model, pairs, trainer
+from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, keras, keras_model, pairs, trained, trainer
 from tests.support.resuming import prove
 from tests.support.training import losses
 from trainer_lib import TFTrainer
@@ -39,8 +39,7 @@ def test_a_given_keras_optimizer_trains_as_in_fit(name: str, tmp_path: Path) -> 
     more = {"momentum": 0.9} if name == "SGD" else {}
     expected = fit(model := classifier(), make(decay(12), **more), count=24, epochs=2, batch=4)
     schedule = decay(12)
-    one = trainer(tmp_path, pairs(24), optimizers=(make(schedule, **more), schedule), **PLAIN)
-    one.train()
+    one = trained(tmp_path, pairs(24), optimizers=(make(schedule, **more), schedule), **PLAIN)
     np.testing.assert_allclose(losses(one), expected, rtol=1e-5)
     for mine, theirs in zip(one.model.variables, model.variables, strict=True):
         np.testing.assert_allclose(mine.value.detach(), theirs.value.detach(), rtol=1e-5, atol=1e-7)
@@ -50,8 +49,7 @@ def test_a_given_keras_optimizer_trains_as_in_fit(name: str, tmp_path: Path) -> 
 
 def test_without_an_optimizer_it_is_adam_with_a_polynomial_decay(tmp_path: Path) -> None:
     """`warmup_steps` and `poly_power` shape the schedule; with weight decay it is AdamW."""
-    one = trainer(tmp_path, pairs(24), warmup_steps=4, poly_power=2.0, weight_decay=0.1)
-    one.train()
+    one = trained(tmp_path, pairs(24), warmup_steps=4, poly_power=2.0, weight_decay=0.1)
     assert isinstance(one.optimizer.keras_optimizer, keras().optimizers.AdamW)
     assert [one.optimizer._use_weight_decay(each) for each in one.model.trainable_variables] == [True, False] * 2
     rising = [1e-2 * step / 4 for step in range(4)]
@@ -64,14 +62,12 @@ def test_without_an_optimizer_it_is_adam_with_a_polynomial_decay(tmp_path: Path)
     schedule = plain.optimizer.keras_optimizer._learning_rate
     assert isinstance(schedule, keras().optimizers.schedules.PolynomialDecay)
     # A schedule beside an optimizer is followed.
-    beside = trainer(tmp_path / "beside", pairs(24), optimizers=(keras().optimizers.Adam(1.0), decay(12)), **PLAIN)
-    beside.train()
+    beside = trained(tmp_path / "beside", pairs(24), optimizers=(keras().optimizers.Adam(1.0), decay(12)), **PLAIN)
     np.testing.assert_allclose(rates(beside), FALLING, rtol=1e-5)
 
 
 def test_arguments_that_ask_for_another_optimizer_or_schedule_get_torchs(tmp_path: Path) -> None:
-    one = trainer(tmp_path, pairs(24), optim="sgd", lr_scheduler_type="cosine")
-    one.train()
+    one = trained(tmp_path, pairs(24), optim="sgd", lr_scheduler_type="cosine")
     assert isinstance(one.optimizer, torch.optim.SGD)
     assert one.state.log_history[0]["learning_rate"] == pytest.approx(1e-2)
     given = torch.optim.SGD(classifier().parameters(), 0.1)
@@ -79,10 +75,8 @@ def test_arguments_that_ask_for_another_optimizer_or_schedule_get_torchs(tmp_pat
 
 
 def test_accumulated_micro_batches_train_as_one_batch(tmp_path: Path) -> None:
-    whole = trainer(tmp_path / "whole", pairs(20), per_device_train_batch_size=8)
-    parts = trainer(tmp_path / "parts", pairs(20), per_device_train_batch_size=2, gradient_accumulation_steps=4)
-    for one in (whole, parts):
-        one.train()
+    whole = trained(tmp_path / "whole", pairs(20), per_device_train_batch_size=8)
+    parts = trained(tmp_path / "parts", pairs(20), per_device_train_batch_size=2, gradient_accumulation_steps=4)
     np.testing.assert_allclose(losses(parts), losses(whole), rtol=1e-5)
 
 
@@ -112,8 +106,7 @@ def test_a_model_that_takes_labels_computes_its_loss_over_all_target_items(tmp_p
         torch.manual_seed(0)
         batches: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         keras().utils.set_random_seed(0)
-        tagging = trainer(tmp_path / str(size), rows, model=Tagger(), eval_dataset=rows[:5], **batches)
-        tagging.train()
+        tagging = trained(tmp_path / str(size), rows, model=Tagger(), eval_dataset=rows[:5], **batches)
         runs.append(losses(tagging))
         assert math.isfinite(tagging.evaluate()["eval_loss"])
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
@@ -135,8 +128,7 @@ def test_mappings_of_inputs_and_labels_go_to_the_model_by_name(tmp_path: Path) -
             return {"loss": (logits[:, 0] - start_positions).square().mean(), "logits": logits, "end": end_positions}
 
     rows = [(row, {"start_positions": int(y), "end_positions": int(y) + 1}) for row, y in pairs(8)]
-    one = trainer(tmp_path, rows, model=Spans(), num_train_epochs=1)
-    one.train()
+    one = trained(tmp_path, rows, model=Spans(), num_train_epochs=1)
     assert set(seen) == {((4,), (4,))}
     out = one.predict(rows)
     assert [part.shape for part in out.predictions] == [(8, 2), (8,)]
@@ -145,8 +137,7 @@ def test_mappings_of_inputs_and_labels_go_to_the_model_by_name(tmp_path: Path) -
     several = module.Model({"a": a, "b": b}, module.layers.Dense(1)(module.layers.concatenate([a, b])))
     several.compile(loss="mse")
     named = [({"a": row[:2], "b": row[2:]}, float(y)) for row, y in pairs(8)]
-    two = trainer(tmp_path / "two", named, model=several)
-    two.train()
+    two = trained(tmp_path / "two", named, model=several)
     assert two.predict([({"a": row["a"], "b": row["b"]},) for row, _ in named]).predictions.shape == (8, 1)
 
 
@@ -160,12 +151,10 @@ def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path
         total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
         return total.div(num_items_in_batch)
 
-    plain = trainer(tmp_path / "plain", pairs(16), gradient_accumulation_steps=2, **PLAIN)
-    plain.train()
+    plain = trained(tmp_path / "plain", pairs(16), gradient_accumulation_steps=2, **PLAIN)
     for func in (loss, share):
         given: dict[str, Any] = {"compute_loss_func": func, "gradient_accumulation_steps": 2, **PLAIN}
-        one = trainer(tmp_path / func.__name__, rows, **given)
-        one.train()
+        one = trained(tmp_path / func.__name__, rows, **given)
         np.testing.assert_allclose(losses(one), losses(plain), rtol=1e-5)
 
 
@@ -184,11 +173,9 @@ def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: P
             return logits if labels is None else (torch.nn.functional.cross_entropy(logits, labels), logits)
 
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
-    own = trainer(tmp_path / "own", pairs(8), model=Own(), **given)
+    own = trained(tmp_path / "own", pairs(8), model=Own(), **given)
     func = {"compute_loss_func": torch.nn.functional.cross_entropy}
-    by_func = trainer(tmp_path / "func", pairs(8), model=Own(), **func, **given)
-    for each in (own, by_func):
-        each.train()
+    by_func = trained(tmp_path / "func", pairs(8), model=Own(), **func, **given)
     expected = math.log(3) + 0.1 * 15  # equal logits, and a kernel of 5 x 3 ones
     np.testing.assert_allclose([*losses(own), *losses(by_func)], expected, rtol=1e-5)
 
@@ -226,10 +213,8 @@ class FakeTf(Sized):
 @pytest.mark.parametrize("kind", [Once, Sized, FakeTf])
 def test_any_iterable_trains_evaluates_and_predicts(kind: Any, tmp_path: Path) -> None:
     steps = {} if kind is not Once else {"max_steps": 6}
-    one = trainer(tmp_path / "one", kind(pairs(12)), eval_dataset=kind(pairs(6, seed=2)), **PLAIN, **steps)
-    other = trainer(tmp_path / "other", pairs(12), eval_dataset=pairs(6, seed=2), **PLAIN)
-    for each in (one, other):
-        each.train()
+    one = trained(tmp_path / "one", kind(pairs(12)), eval_dataset=kind(pairs(6, seed=2)), **PLAIN, **steps)
+    other = trained(tmp_path / "other", pairs(12), eval_dataset=pairs(6, seed=2), **PLAIN)
     assert losses(one) == losses(other)
     assert one.evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
     np.testing.assert_array_equal(one.predict(kind(pairs(5))).predictions, other.predict(pairs(5)).predictions)
@@ -336,8 +321,7 @@ def test_an_evaluation_leaves_no_trace_in_the_seeds(tmp_path: Path) -> None:
     ends = []
     for name, given in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
         module.utils.set_random_seed(0)
-        one = trainer(tmp_path / name, pairs(16), model=Noisy(), eval_dataset=pairs(8), **given)
-        one.train()
+        one = trained(tmp_path / name, pairs(16), model=Noisy(), eval_dataset=pairs(8), **given)
         ends.append((seeds(one), {k: v.clone() for k, v in one.model.state_dict().items()}))
     assert ends[0][0] == ends[1][0] and "global" in ends[0][0]
     assert all(torch.equal(value, ends[1][1][name]) for name, value in ends[0][1].items())

@@ -17,6 +17,7 @@ from tests.support.faulty import Faults
 from tests.support.gates import Gate, until
 from tests.support.toys import classification_rows
 from tests.support.training import (
+    At,
     Note,
     NoteSaves,
     StopAt,
@@ -27,7 +28,6 @@ from tests.support.training import (
     trained,
     trainer,
 )
-from trainer_lib import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.snapshot import HostCopy
 from trainer_lib.errors import OutOfMemoryError, StorageError, StorageFullError
@@ -44,17 +44,6 @@ class Committed(NoteSaves):
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         assert (Path(args.output_dir) / f"checkpoint-{state.global_step}" / "COMMIT.json").exists()
         super().on_save(args, state, control, **kwargs)
-
-
-class At(TrainerCallback):
-    """Calls a function once, at the end of a step."""
-
-    def __init__(self, step: int, action: Any) -> None:
-        self.step, self.action = step, action
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.action()
 
 
 def contents(folder: Path) -> dict[str, dict[str, str]]:

@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +19,7 @@ from torch import nn
 
 from tests.support.searching import search_trainer
 from tests.support.surface import SURFACE
-from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
+from tests.support.toys import Classifier, Hungry, TokenModel, classification_rows, token_rows
 from tests.support.training import assert_equal, final_state, note_heads, trained, trainer
 from trainer_lib import Seq2SeqTrainingArguments, Trainer, TrainingArguments
 from trainer_lib.arguments.fields import field_map
@@ -179,11 +179,10 @@ class Anonymous(WithLoss):
         return self.optimizer
 
 
-def _by_override(folder: Path, cls: Any = WithLoss, **given: Any) -> tuple[Trainer, Scaled]:
+def _by_override(folder: Path, cls: Any = WithLoss, model: Any = Classifier, **given: Any) -> tuple[Trainer, Scaled]:
     torch.manual_seed(0)
-    model = Classifier()
-    loss = Scaled(model)
-    one = trainer(folder, ROWS, model=model, cls=cls, **{**CONSTANT, **given})
+    loss = Scaled(model())
+    one = trainer(folder, ROWS, model=loss.model, cls=cls, **{**CONSTANT, **given})
     one.loss = loss  # type: ignore[attr-defined]
     return one, loss
 
@@ -198,9 +197,10 @@ def _anonymous(folder: Path, **given: Any) -> tuple[Trainer, Scaled]:
     return _by_override(folder, Anonymous, **given)
 
 
-def _as_loss_func(folder: Path, **given: Any) -> tuple[Trainer, Scaled]:
+def _as_loss_func(folder: Path, model: Any = Classifier, **given: Any) -> tuple[Trainer, Scaled]:
+    torch.manual_seed(0)
     loss = Scaled()
-    return trainer(folder, ROWS, compute_loss_func=loss, **{**CONSTANT, **given}), loss
+    return trainer(folder, ROWS, model=model(), compute_loss_func=loss, **{**CONSTANT, **given}), loss
 
 
 @pytest.mark.parametrize(
@@ -229,22 +229,14 @@ def test_weights_of_a_loss_train_and_are_resumed_bit_for_bit(tmp_path: Path, bui
 
 @pytest.mark.parametrize("build", [_by_override, _by_name, _as_loss_func])
 def test_a_retry_with_less_memory_begins_with_the_first_weights_of_the_loss(tmp_path: Path, build: Any) -> None:
-    class Hungry(Classifier):
-        calls = 0
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            self.calls += 1
-            if self.calls > 3 and len(x) > 2:  # in the second half of a step: the first has left a gradient
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(x, labels)
-
     given: dict[str, Any] = {"max_steps": 4, "save_steps": 10, "global_batch_size": 8}
     small, expected = build(tmp_path / "small", per_device_train_batch_size=2, **given)
     small.train()
-    found, loss = build(tmp_path / "found", auto_find_batch_size=True, **given)
-    found.model.__class__ = Hungry
+    # In the second half of a step: the first has left a gradient.
+    hungry = partial(Hungry, 2, since=3)
+    found, loss = build(tmp_path / "found", auto_find_batch_size=True, model=hungry, **given)
     found.train()
-    assert found.state.train_batch_size == 2 and found.model.calls > 4
+    assert found.state.train_batch_size == 2 and len(found.model.seen) > 4
     assert torch.equal(loss.scale, expected.scale) and torch.equal(loss.calls, expected.calls)
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.support.stores import record_fsync
-from tests.support.toys import Classifier, classification_rows
+from tests.support.toys import Hungry, classification_rows
 from tests.support.training import Note, StopAt, assert_equal, final_state, trained, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
@@ -326,17 +326,8 @@ def test_an_earlier_runs_checkpoints_stay_after_a_resume(tmp_path: Path) -> None
 
 
 def test_an_earlier_runs_checkpoints_stay_when_memory_runs_out(tmp_path: Path) -> None:
-    class Hungry(Classifier):
-        calls = 0
-
-        def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-            self.calls += 1
-            if self.calls > 5 and len(x) > 2:
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return super().forward(x, labels)
-
     before = _earlier(tmp_path)
-    one = trained(tmp_path, ROWS, model=Hungry(), auto_find_batch_size=True, **LIMITED)
+    one = trained(tmp_path, ROWS, model=Hungry(2, since=5), auto_find_batch_size=True, **LIMITED)
     assert one.state.train_batch_size == 2
     assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
     assert _content(tmp_path, 2, 3) == before

@@ -16,7 +16,7 @@ from torch import nn
 
 import trainer_lib
 from tests.support.gradients import assert_close, gradients
-from tests.support.patterns import Bounds, Case, Either, Make, assert_same
+from tests.support.patterns import ROWS, Bounds, Case, Either, Make, Small, assert_same
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import TokenModel, token_rows
 from trainer_lib import Trainer
@@ -25,18 +25,6 @@ from trainer_lib.trainer.model.forward import LossRule
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
 EXACT = Bounds(1e-6, 1e-6, 1e-6)
-ROWS = [{"x": torch.tensor([0.1 * place, 1.0 - place]), "labels": place % 3} for place in range(16)]
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(2, 3)
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        logits = self.layer(x)
-        return {"logits": logits} if labels is None else {"loss": cross_entropy(logits, labels), "logits": logits}
 
 
 def cross_entropy(logits: torch.Tensor, labels: torch.Tensor, reduction: str = "mean") -> torch.Tensor:
@@ -129,7 +117,7 @@ def _first_step(mixin: type, rows: list[Any] = ROWS, **given: Any) -> Case:
     """A step at a rate of one, after which the weights show the gradients."""
     settings: dict[str, Any] = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0, "max_steps": 1, **given}
     settings |= {"optim": "sgd", "learning_rate": 1.0, "train_dataset": rows}
-    return Case(lambda make: make(mixin, model=Model(), **settings))
+    return Case(lambda make: make(mixin, **settings))
 
 
 @pytest.mark.parametrize(("mixin", "given"), VARIANTS)
@@ -161,7 +149,7 @@ class OverRanks(Trainer):
 
 def test_a_loss_that_was_scaled_for_all_ranks_is_not_scaled_for_them_again() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        one = OverRanks(Model(), trainer_lib.TrainingArguments(output_dir=folder, use_cpu=True, report_to="none"))
+        one = OverRanks(Small(), trainer_lib.TrainingArguments(output_dir=folder, use_cpu=True, report_to="none"))
         assert LossRule.of(one, computes_own=True).divided is LossScale.STEP
     weights = StepWeights(data_parallel_size=4, over_ranks=True)
     weights.items, weights.samples, weights.num_items = [2], [2], 16
@@ -185,7 +173,7 @@ def test_a_batch_whose_samples_nothing_tells_is_refused(tmp_path: Path) -> None:
     class Bag:
         """A batch of the user's own, without a length."""
 
-    one = Make(trainer_lib, tmp_path)(model=Model(), train_dataset=ROWS)
+    one = Make(trainer_lib, tmp_path)()
     with pytest.raises(DataError, match="__len__") as refused:
         one._trainflow.forward.target_items(Bag())
     assert refused.value.field == "data_collator"

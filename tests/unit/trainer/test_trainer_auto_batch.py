@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from tests.support.optimizers import Lookahead, Outside, Several
-from tests.support.toys import Classifier, StatefulStream, classification_rows
-from tests.support.training import LOGGED, Note, StopAt, assert_equal, final_state, preempted_at, trained, trainer
+from tests.support.toys import Classifier, Hungry, StatefulStream, classification_rows, cuda
+from tests.support.training import LOGGED, At, Note, StopAt, assert_equal, final_state, preempted_at, trained, trainer
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.arguments.fields import Unset
@@ -25,31 +25,12 @@ ROWS = classification_rows(26)
 AUTO: dict[str, Any] = {"auto_find_batch_size": True}
 
 
-def cuda() -> Exception:
-    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
-
-
 FAILURES = {
     "torch": cuda,
     "device": lambda: RuntimeError("HIP out of memory. Tried to allocate 2.00 GiB"),
     "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"),
     "host": MemoryError,
 }
-
-
-class Hungry(Classifier):
-    """Has memory for `room` samples at a time, from its call number `since` on."""
-
-    def __init__(self, room: int, failure: Any = cuda, since: int = 0) -> None:
-        super().__init__()
-        self.room, self.failure, self.since = room, failure, since
-        self.seen: list[int] = []
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        if len(x) > self.room and len(self.seen) >= self.since:
-            raise self.failure()
-        self.seen.append(len(x))
-        return super().forward(x, labels)
 
 
 def seeded(cls: Any, *given: Any, **more: Any) -> Any:
@@ -212,16 +193,13 @@ def test_settings_that_cannot_be_served_are_refused_by_name(config: Any, match: 
     assert list(tmp_path.iterdir()) == []
 
 
-class FullAt(TrainerCallback):
+def run_out() -> None:
+    raise cuda()
+
+
+def full_at(step: int) -> At:
     """Memory runs out once inside the optimizer's step, after the gradients were unscaled."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.step = -1
-            raise cuda()
+    return At(step, run_out, "on_pre_optimizer_step")
 
 
 class Overflows(Classifier):
@@ -236,7 +214,7 @@ class Overflows(Classifier):
 def test_an_fp16_step_without_memory_is_taken_again(tmp_path: Path, step: int, model: Any) -> None:
     """The gradients of the second attempt are unscaled, and its loss scale is that of the beginning."""
     given: dict[str, Any] = {"max_steps": 4, "global_batch_size": 10, "fp16": True, **LOGGED}
-    more: dict[str, Any] = {"callbacks": [FullAt(step)], "auto_find_batch_size": True}
+    more: dict[str, Any] = {"callbacks": [full_at(step)], "auto_find_batch_size": True}
     found = trained(tmp_path / "a", ROWS, model=seeded(model), per_device_train_batch_size=10, **more, **given)
     small = trained(tmp_path / "b", ROWS, model=seeded(model), per_device_train_batch_size=5, **given)
     assert found.state.train_batch_size == 5
@@ -250,7 +228,7 @@ def test_a_training_after_a_step_that_failed_has_none_of_its_gradients(tmp_path:
         given: dict[str, Any] = {"max_steps": 2, "fp16": fp16, "callbacks": list(callbacks)}
         return trainer(tmp_path / folder, ROWS, model=seeded(Classifier, dropout=0.0), **given)
 
-    failed, plain = build("a", FullAt(0)), build("b")
+    failed, plain = build("a", full_at(0)), build("b")
     with pytest.raises(torch.OutOfMemoryError):
         failed.train()
     failed.train()

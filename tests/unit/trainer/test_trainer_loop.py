@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from tests.support.toys import Augmented, Classifier, Stream, TokenModel, classification_rows, token_rows
 from tests.support.training import (
     LOGGED,
+    At,
     Note,
     StopAt,
     logged,
@@ -29,7 +30,7 @@ from tests.support.training import (
     trained,
     trainer,
 )
-from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback, set_seed
+from trainer_lib import EarlyStoppingCallback, Trainer, set_seed
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.storage import Store
 
@@ -218,17 +219,15 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
 def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Lose(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 5:
-                best = tmp_path / "checkpoint-2"
-                weights = best / "model.safetensors"
-                if how == "cut short":
-                    os.truncate(weights, 9)
-                elif how == "other bytes":
-                    weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0B")
-                else:
-                    best.rename(tmp_path / "elsewhere")
+    def lose() -> None:
+        best = tmp_path / "checkpoint-2"
+        weights = best / "model.safetensors"
+        if how == "cut short":
+            os.truncate(weights, 9)
+        elif how == "other bytes":
+            weights.write_bytes(weights.read_bytes()[:-4] + b"\0\0\0B")
+        else:
+            best.rename(tmp_path / "elsewhere")
 
     def make(*callbacks: Any) -> Trainer:
         given: dict[str, Any] = {"eval_steps": 2, "save_strategy": "steps", "save_steps": 2, "max_steps": 6}
@@ -237,8 +236,8 @@ def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
 
     heads = note_heads()
     if how == "removed, then resumed":
-        assert preempted_at(make(Lose(), StopAt(5))) == 5
-    one = make() if how == "removed, then resumed" else make(Lose())
+        assert preempted_at(make(At(5, lose), StopAt(5))) == 5
+    one = make() if how == "removed, then resumed" else make(At(5, lose))
     one.train(resume_from_checkpoint="auto")
     assert torch.equal(one.model.head.weight, heads.kept[-1])  # type: ignore[union-attr,arg-type]
     assert (one.state.global_step, one.state.best_global_step, one.state.best_model_checkpoint) == (6, 2, None)

@@ -69,7 +69,7 @@ class SumOverItems(TokenModel):
         return {"loss": total / num_items_in_batch, "logits": logits}
 
 
-class Routed(TokenModel):
+class Routed(SumOverItems):
     """Adds the loss of routers, as transformers' mixtures do."""
 
     config: Any = SimpleNamespace(router_aux_loss_coef=0.5)
@@ -77,11 +77,10 @@ class Routed(TokenModel):
     def forward(
         self, input_ids: torch.Tensor, labels: torch.Tensor | None = None, num_items_in_batch: Any = None
     ) -> dict[str, torch.Tensor]:
-        logits = super().forward(input_ids)["logits"]
         assert labels is not None
-        total = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
         items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        return {"loss": total / items + 0.5, "logits": logits, "aux_loss": torch.ones(())}
+        outputs = super().forward(input_ids, labels, items)
+        return {**outputs, "loss": outputs["loss"] + 0.5, "aux_loss": torch.ones(())}
 
 
 def test_an_evaluation_while_training_has_the_whole_loss_of_routers(tmp_path: Path) -> None:

@@ -80,16 +80,12 @@ def test_keys_and_values_are_not_kept_while_training_unless_asked_for(tmp_path: 
         assert (seen.kept, model.config.use_cache) == ([asked], True)
 
 
-def test_predictions_leave_out_keys_and_values(tmp_path: Path) -> None:
+def test_predictions_leave_out_keys_and_values_and_what_the_configuration_says(tmp_path: Path) -> None:
     model = llama()
     assert any("Cache" in type(value).__name__ for value in model(torch.tensor([[1, 2]])).values())
-    output = trainer(tmp_path, ROWS, model=model).predict(ROWS)
-    assert isinstance(output.predictions, np.ndarray)
-    assert output.predictions.shape == (16, 8, 32)
-
-
-def test_predictions_leave_out_what_the_configuration_says(tmp_path: Path) -> None:
-    model = llama()
+    predictions = trainer(tmp_path, ROWS, model=model).predict(ROWS).predictions
+    assert isinstance(predictions, np.ndarray)
+    assert predictions.shape == (16, 8, 32)
     model.config.keys_to_ignore_at_inference = ["logits", "cache", "past_key_values"]
     assert trainer(tmp_path, ROWS, model=model).predict(ROWS).predictions is None
 
