@@ -350,26 +350,6 @@ def test_another_programs_folder_is_named_and_none_of_its_files_opened(kind: str
             read_source(Store.open(tmp_path / "run" / "checkpoint-2"))
 
 
-def test_another_programs_checkpoints_in_the_output_folder_are_spared(tmp_path: Path) -> None:
-    """A user of transformers changes the import and nothing else."""
-    theirs = tmp_path / "checkpoint-1"
-    theirs.mkdir()
-    (theirs / "optimizer.pt").write_bytes(b"weeks of work")
-
-    def made(**more: Any) -> Any:
-        return trainer(tmp_path, ROWS, **{"max_steps": 1, "save_strategy": "steps", "save_steps": 1, **more})
-
-    with pytest.raises(ConfigError, match="another program wrote") as caught:
-        made().train(resume_from_checkpoint=True)
-    assert "import" in str(caught.value.remedy)
-    for resume in (None, "auto"):
-        with pytest.raises(ConfigError, match="another program wrote") as caught:
-            made().train(resume_from_checkpoint=resume)
-        assert caught.value.field == "output_dir"
-    made(save_strategy="no").train()
-    assert (theirs / "optimizer.pt").read_bytes() == b"weeks of work"
-
-
 def test_no_reader_of_a_checkpoints_bytes_is_broken_by_what_it_reads(tmp_path: Path) -> None:
     cases, seed = int(os.environ.get("FUZZ_CASES", "20")), int(os.environ.get("SEED", "0"))
     found = targets(tmp_path)

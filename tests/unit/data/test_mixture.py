@@ -127,28 +127,6 @@ def test_a_far_position_costs_as_much_as_a_near_one(monkeypatch: pytest.MonkeyPa
 FAR = [113839, 10546036, 10384305, 5084948, 5512386, 9503434, 901076, 6077894]
 
 
-def test_ranks_share_the_same_positions_whatever_their_number() -> None:
-    def steps(size: int) -> list[set[int]]:
-        parts = []
-        for rank in range(size):
-            order = order_of([50, 170], [1.0, 2.0])
-            given: dict[str, Any] = {"global_batch": 8, "micro_batch": 2, "drop_last": False}
-            plan = BatchPlan.cut(order.num_samples, data_parallel_size=size, rank=rank, **given)
-            parts.append((order, plan))
-        return [
-            set().union(
-                *(
-                    order.indices(0, *plan.share(step, micro)).tolist()
-                    for order, plan in parts
-                    for micro in range(plan.micro_steps(step))
-                )
-            )
-            for step in range(parts[0][1].steps_per_epoch)
-        ]
-
-    assert steps(1) == steps(3)
-
-
 class Rows(list[Any]):
     mixture = Mixture({"a": 4, "b": 4}, {}, [Piece(0, {"a": 0.5, "b": 0.5})])
 

@@ -308,8 +308,11 @@ def test_checkpoints_of_another_program_are_in_the_way_only_where_they_would_be_
         one.train()
         assert {"checkpoint-2", "checkpoint-4"} < set(_names(tmp_path))
     else:
-        with pytest.raises(ConfigError, match="another program wrote"):
-            one.train()
+        for resume in (None, "auto", True):
+            with pytest.raises(ConfigError, match="another program wrote") as refused:
+                one.train(resume_from_checkpoint=resume)
+            assert "import" in str(refused.value.remedy) if resume is True else refused.value.field == "output_dir"
+        trained(tmp_path, ROWS, max_steps=4, save_strategy="no")
     assert theirs.read_bytes() == b"weeks of work"
 
 
