@@ -31,9 +31,14 @@ if TYPE_CHECKING:
         PredictionOutput,
         TrainOutput,
     )
-    from trainer_lib.callbacks.base import CallbackHandler, DefaultFlowCallback, TrainerCallback
-    from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
-    from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
+    from trainer_lib.callbacks.base import (
+        CallbackHandler,
+        DefaultFlowCallback,
+        EarlyStoppingCallback,
+        PrinterCallback,
+        ProgressCallback,
+        TrainerCallback,
+    )
     from trainer_lib.checkpoint.catalogue import get_last_checkpoint
     from trainer_lib.data.loading.collators import (
         DataCollator,
@@ -83,9 +88,9 @@ _MODULES = {
         "Seq2SeqTrainingArguments TFTrainingArguments TrainingArguments"
     ),
     "trainer_lib.arguments.enums": "HPSearchBackend",
-    "trainer_lib.callbacks.base": "CallbackHandler DefaultFlowCallback TrainerCallback",
-    "trainer_lib.callbacks.early_stopping": "EarlyStoppingCallback",
-    "trainer_lib.callbacks.progress_bar": "PrinterCallback ProgressCallback",
+    "trainer_lib.callbacks.base": (
+        "CallbackHandler DefaultFlowCallback EarlyStoppingCallback PrinterCallback ProgressCallback TrainerCallback"
+    ),
     "trainer_lib.checkpoint.catalogue": "get_last_checkpoint",
     "trainer_lib.data.loading.collators": (
         "DataCollator DataCollatorForMultipleChoice DataCollatorForSeq2Seq DataCollatorForTokenClassification "

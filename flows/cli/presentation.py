@@ -15,9 +15,8 @@ from urllib.parse import unquote, urlsplit
 
 from rich.text import Text
 
-from trainer_lib.base.foreign_text import to_cell, to_terminal
 from trainer_lib.base.paths import state_folder
-from trainer_lib.base.suggestions import counted, number_words
+from trainer_lib.base.suggestions import counted, number_words, to_cell, to_terminal
 from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals

@@ -28,7 +28,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from trainer_lib.base.durations import describe_seconds
-from trainer_lib.base.foreign_text import to_terminal
+from trainer_lib.base.suggestions import to_terminal
 from trainer_lib.secrets import mask
 from trainflow.tasks.prefect.prefect_internals import set_up_logging
 from trainflow.tasks.stage.progress import Event, describe, measured, subscribe

@@ -18,9 +18,8 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, NoReturn
 
-from trainer_lib.base.foreign_text import to_cell, to_terminal
 from trainer_lib.base.json_text import BrokenSealError, parse_record, parse_sealed, render_sealed
-from trainer_lib.base.suggestions import nearest
+from trainer_lib.base.suggestions import nearest, to_cell, to_terminal
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.locks.removal import await_removal
 from trainer_lib.storage import Store

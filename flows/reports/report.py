@@ -21,8 +21,7 @@ import jinja2
 from markupsafe import Markup
 
 from trainer_lib.base.durations import describe_bytes, describe_seconds
-from trainer_lib.base.foreign_text import to_markdown, to_terminal
-from trainer_lib.base.suggestions import counted, number_words
+from trainer_lib.base.suggestions import counted, number_words, to_markdown, to_terminal
 from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import compare_with_baselines, slice_tables, whole_metrics, with_intervals

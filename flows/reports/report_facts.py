@@ -14,9 +14,8 @@ from markupsafe import Markup, escape
 from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.base.durations import describe_seconds
-from trainer_lib.base.foreign_text import to_terminal
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import counted
+from trainer_lib.base.suggestions import counted, to_terminal
 from trainer_lib.errors import TrainflowError
 from trainer_lib.protocol.requests import STATISTICS
 from trainer_lib.secrets import mask

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.arguments.numeric import numeric_fields
-from trainer_lib.base.foreign_text import to_markdown
+from trainer_lib.base.suggestions import to_markdown
 from trainer_lib.errors import CodeError, ConfigError, DataError, Pruned
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store

@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from pathlib import PurePosixPath
 from typing import Any
 
-from trainer_lib.base.foreign_text import to_markdown
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import is_less_better
 from trainer_lib.base.records import to_record
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import suggestion, to_markdown
 from trainer_lib.data.rows.column import LABELS
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.description import FILE, ModelDescription, Places

@@ -33,8 +33,7 @@ MODULES = [
     (("trainflow.tasks.push_to_hub",), HEAVY | {"mlflow", "huggingface_hub"}),
     (
         (
-            *(f"trainer_lib.{name}" for name in ("checkpoint.catalogue", "storage.commit", "errors")),
-            *(f"trainer_lib.callbacks.{name}" for name in ("early_stopping", "progress_bar")),
+            *(f"trainer_lib.{name}" for name in ("callbacks.base", "checkpoint.catalogue", "storage.commit", "errors")),
             *(f"trainflow.tasks.{name}" for name in ("configs", "keys.keys", "stage.runner")),
             *(f"trainflow.flows.{name}" for name in ("cli.main", "records.results", "spec.spec")),
         ),

@@ -14,7 +14,6 @@ import torch
 from tests.support.checkpoints import FILES, commit, no_damage, save, save_untrained, snapshot, steps, untrained
 from tests.support.conformance import check_holds, state
 from tests.support.conformance import save as save_state
-from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.catalogue import (
     delete_leftovers,
     find_newest_intact,
@@ -25,7 +24,7 @@ from trainer_lib.checkpoint.catalogue import (
 )
 from trainer_lib.checkpoint.layout import DAMAGED
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.writer import save_checkpoint
+from trainer_lib.checkpoint.writer import BackgroundSaver, save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError, LeaseLostError, StorageError
 from trainer_lib.locks import removal as module

@@ -13,8 +13,7 @@ import pytest
 
 from tests.support.s3 import PART, S3Server
 from trainer_lib.errors import ConfigError, StorageError, StorageFullError
-from trainer_lib.storage import Store, s3
-from trainer_lib.storage import ranges as ahead
+from trainer_lib.storage import Store, remote, s3
 
 PIECE = 16 * 2**10
 
@@ -23,7 +22,7 @@ PIECE = 16 * 2**10
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The least that the server takes, so that little data is several parts."""
     monkeypatch.setattr(s3, "PART", PART)
-    monkeypatch.setattr(ahead, "PIECE", PIECE)
+    monkeypatch.setattr(remote, "PIECE", PIECE)
 
 
 def uploads(store: Store) -> list[str]:
@@ -201,7 +200,7 @@ def test_an_answer_that_breaks_off_is_continued(s3_url: str, small_parts: None, 
 def test_a_file_replaced_while_it_is_read_is_an_error_and_no_mixture(
     s3_url: str, small_parts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ahead, "WINDOW", 1)
+    monkeypatch.setattr(remote, "WINDOW", 1)
     store = Store.open(s3_url)
     store.write_bytes("x", bytes(4 * PIECE))
     with store.open_read("x") as stream:

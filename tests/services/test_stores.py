@@ -27,8 +27,7 @@ from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError, LeaseLostError, StorageError, StorageFullError
 from trainer_lib.locks import claim
 from trainer_lib.locks.lease import Holder, acquire_lease
-from trainer_lib.storage import FileEntry, Store
-from trainer_lib.storage import ranges as ahead
+from trainer_lib.storage import FileEntry, Store, remote
 from trainer_lib.storage.commit import COMMIT, read_commit, verify_files, withdraw_folder, write_commit
 
 
@@ -209,8 +208,8 @@ def test_each_failing_write_is_reported(kind: Any, faulty_url: str, faults: Faul
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ahead, "PIECE", 1000)
-    monkeypatch.setattr(ahead, "GAP", 50)
+    monkeypatch.setattr(remote, "PIECE", 1000)
+    monkeypatch.setattr(remote, "GAP", 50)
 
 
 @pytest.mark.usefixtures("small_pieces")
@@ -243,7 +242,7 @@ def test_neighbours_are_read_together_and_large_ranges_in_pieces() -> None:
             yield bytes(end - start)
 
     wanted = [(0, 10), (40, 10), (5000, 2500), (4960, 10), (9000, 1)]
-    ahead.scatter(read, [(start, memoryview(bytearray(size))) for start, size in wanted])
+    remote.scatter(read, [(start, memoryview(bytearray(size))) for start, size in wanted])
     assert asked == [(0, 50), (4960, 5960), (5960, 6960), (6960, 7500), (9000, 9001)]
 
 

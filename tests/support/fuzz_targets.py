@@ -23,8 +23,13 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo
 from trainer_lib.checkpoint.foreign.recognise import recognise_folder
-from trainer_lib.checkpoint.foreign.source import convert_optimizer, convert_scheduler, derive_position, read_source
-from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
+from trainer_lib.checkpoint.foreign.source import (
+    convert_optimizer,
+    convert_scheduler,
+    derive_position,
+    read_source,
+    read_torch_file,
+)
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.rng import capture_rng, restore_rng

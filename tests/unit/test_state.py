@@ -25,7 +25,7 @@ from trainer_lib.base.outputs import (
     TrainOutput,
     speed_metrics,
 )
-from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
+from trainer_lib.callbacks.base import EarlyStoppingCallback
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 

@@ -11,7 +11,6 @@ import pytest
 from markdown_it import MarkdownIt
 from ruamel.yaml import YAML
 
-from trainer_lib.base.foreign_text import to_cell, to_html, to_markdown, to_terminal
 from trainer_lib.base.json_text import (
     MAX_CONTAINERS,
     MAX_DEPTH,
@@ -23,6 +22,7 @@ from trainer_lib.base.json_text import (
 )
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
+from trainer_lib.base.suggestions import to_cell, to_html, to_markdown, to_terminal
 from trainer_lib.base.yaml_text import YamlProblem, dump_yaml, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The callback protocol: the life of a run, and where events fire.
+"""Callbacks: where events fire in the life of a run, and the callbacks for early stopping and progress.
 
 ::
 
@@ -29,14 +29,16 @@ return. Callbacks run in the order in which they were added, after the Trainer's
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import override
 
 from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
 from trainer_lib.errors import ConfigError
-from trainer_lib.state import TrainerControl, TrainerState
+from trainer_lib.state import ExportableState, TrainerControl, TrainerState
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -51,6 +53,8 @@ EVENTS = (
 
 # Only these are worth a lookup table: the others fire at most once per log, save or epoch.
 _OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
+# A number of 15 digits, which says nothing on a terminal.
+_HIDDEN = frozenset({"total_flos"})
 
 
 class TrainerCallback:
@@ -317,3 +321,242 @@ class DefaultFlowCallback(TrainerCallback):
 
 def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0
+
+
+class EarlyStoppingCallback(TrainerCallback, ExportableState):
+    """Stops training after a number of evaluations in a row without improvement.
+
+    An evaluation is an improvement when `metric_for_best_model` is better than the best value so far by more than the
+    threshold. NaN never is. The counter and the best value are saved with checkpoints.
+
+    Args:
+        early_stopping_patience: number of evaluations without improvement that stop training.
+        early_stopping_threshold: least improvement that counts, in the metric's unit.
+
+    Raises:
+        ConfigError: the patience is below 1 or the threshold is negative. At the start of training: no metric is
+            named, or nothing is evaluated.
+    """
+
+    def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
+        if early_stopping_patience < 1:
+            raise ConfigError(
+                "The patience must be at least 1.",
+                field="early_stopping_patience",
+                value=early_stopping_patience,
+                remedy="Give a number of evaluations.",
+            )
+        # "not >=" and not "<", so that NaN is refused.
+        if early_stopping_threshold is not None and not early_stopping_threshold >= 0:
+            raise ConfigError(
+                "The threshold must be at least 0.",
+                field="early_stopping_threshold",
+                value=early_stopping_threshold,
+                remedy="Give a distance in the metric's unit.",
+            )
+        self.early_stopping_patience = early_stopping_patience
+        self.early_stopping_threshold = early_stopping_threshold or 0.0
+        self.early_stopping_patience_counter = 0
+        self.best_metric: float | None = None
+
+    def check_metric_value(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metric_value: float
+    ) -> None:
+        """Reset the counter when `metric_value` is an improvement; otherwise add 1 to it."""
+        best = self.best_metric
+        gain = 0.0 if best is None else metric_value - best if args.greater_is_better else best - metric_value
+        # `metric_value == metric_value` is false for NaN.
+        if metric_value == metric_value and (best is None or gain > self.early_stopping_threshold):
+            self.early_stopping_patience_counter = 0
+        else:
+            self.early_stopping_patience_counter += 1
+        # A gain below the threshold still moves the best value, as in the reference.
+        if metric_value == metric_value and (best is None or gain > 0):
+            self.best_metric = float(metric_value)
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not args.load_best_model_at_end:
+            logger.warning(
+                "EarlyStoppingCallback: without load_best_model_at_end, the last model is kept, not the best."
+            )
+        if args.metric_for_best_model is None:
+            raise ConfigError(
+                "EarlyStoppingCallback needs a metric to watch.",
+                field="metric_for_best_model",
+                value="none",
+                remedy='Give a metric\'s name, such as "loss".',
+            )
+        if args.eval_strategy == IntervalStrategy.NO:
+            raise ConfigError(
+                "EarlyStoppingCallback needs evaluations during training.",
+                field="eval_strategy",
+                value="no",
+                remedy='Give "steps" or "epoch".',
+            )
+        # A new training: the counter of an earlier `train()` of this Trainer does not count.
+        if state.global_step == 0:
+            self.early_stopping_patience_counter = 0
+            self.best_metric = None
+        # The checkpoint has no state of this callback, which may be new; it has the best metric.
+        elif self.best_metric is None:
+            self.best_metric = state.best_metric
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True  # a run that had stopped early does not train on when it resumes
+
+    @override
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        name = str(args.metric_for_best_model)
+        name = name if name.startswith("eval_") else f"eval_{name}"
+        value = (kwargs.get("metrics") or {}).get(name)
+        if value is None:
+            logger.warning("EarlyStoppingCallback: this evaluation has no metric %s and is not counted.", name)
+            return
+        self.check_metric_value(args, state, control, value)
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True
+
+    @override
+    def state(self) -> dict[str, Any]:
+        return {
+            "args": {
+                "early_stopping_patience": self.early_stopping_patience,
+                "early_stopping_threshold": self.early_stopping_threshold,
+            },
+            "attributes": {
+                "early_stopping_patience_counter": self.early_stopping_patience_counter,
+                "best_metric": self.best_metric,
+            },
+        }
+
+
+class ProgressCallback(TrainerCallback):
+    """Shows a bar with the time left when standard error is a terminal or a notebook, otherwise one line per log.
+
+    Args:
+        max_str_len: of a longer text among the logs, only the number of characters is shown.
+    """
+
+    def __init__(self, max_str_len: int = 100) -> None:
+        self.max_str_len = max_str_len
+        self.training_bar: Any = None
+        self.prediction_bar: Any = None
+        self.current_step = 0
+        self._began, self._first_step = time.monotonic(), 0
+
+    @override
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.current_step = state.global_step
+        # The steps before a resume took another process's time.
+        self._began, self._first_step = time.monotonic(), state.global_step
+        if state.is_world_process_zero and _is_interactive():
+            # initial: a resumed run's bar starts where it stopped.
+            self.training_bar = _open_bar(total=state.max_steps, initial=state.global_step)
+
+    @override
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        if self.training_bar is not None:
+            self.training_bar.update(state.global_step - self.current_step)
+        self.current_step = state.global_step
+
+    @override
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if not state.is_world_process_zero or not _is_interactive():
+            return
+        if self.prediction_bar is None:
+            total = _length_of(kwargs.get("eval_dataloader"))
+            if total is None:
+                return
+            self.prediction_bar = _open_bar(total=total, leave=self.training_bar is None)
+        self.prediction_bar.update(1)
+
+    @override
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self._close_prediction_bar()
+
+    @override
+    def on_predict(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: Any, **kwargs: Any
+    ) -> None:
+        self._close_prediction_bar()
+
+    @override
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
+        if not logs or not state.is_world_process_zero:
+            return
+        shown = {name: self._format(value) for name, value in logs.items() if name not in _HIDDEN}
+        if self.training_bar is not None:
+            # Through the bar, which a print would tear.
+            self.training_bar.write(str(shown))
+        else:
+            _write(self._line(state, shown))
+
+    @override
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        if self.training_bar is not None:
+            self.training_bar.close()
+            self.training_bar = None
+
+    def _close_prediction_bar(self) -> None:
+        if self.prediction_bar is not None:
+            self.prediction_bar.close()
+            self.prediction_bar = None
+
+    def _line(self, state: TrainerState, shown: Mapping[str, Any]) -> str:
+        """`step 20/100  epoch 0.4  loss 1.23  …  left 0:00:12`, by the steps that this process has trained."""
+        step, last = state.global_step, state.max_steps
+        parts = [f"step {step}/{last}"] if last else []
+        parts += [f"{name} {value}" for name, value in shown.items()]
+        done = step - self._first_step
+        if done > 0 and step < last:
+            seconds = int((time.monotonic() - self._began) / done * (last - step))
+            parts.append(f"left {seconds // 3600}:{seconds // 60 % 60:02d}:{seconds % 60:02d}")
+        return "  ".join(parts)
+
+    def _format(self, value: Any) -> Any:
+        if isinstance(value, str) and len(value) > self.max_str_len:
+            return f"[text of {len(value)} characters; raise max_str_len to see it]"
+        return f"{value:.4g}" if isinstance(value, float) else value
+
+
+class PrinterCallback(TrainerCallback):
+    """Prints every log as a dictionary, once per machine; used when `disable_tqdm` is true."""
+
+    @override
+    def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        logs = kwargs.get("logs")
+        if logs is not None and state.is_local_process_zero:
+            shown = {name: value for name, value in logs.items() if name not in _HIDDEN}
+            _write(str({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in shown.items()}))
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _is_interactive() -> bool:
+    # A notebook's standard error is not a terminal, but it draws bars.
+    return "ipykernel" in sys.modules or bool(getattr(sys.stderr, "isatty", bool)())
+
+
+def _open_bar(**settings: Any) -> Any:
+    from tqdm.auto import tqdm  # imported here: a run without a bar does not need it
+
+    return tqdm(dynamic_ncols=True, **settings)
+
+
+def _length_of(dataloader: Any) -> int | None:
+    try:
+        return len(dataloader)
+    except (TypeError, NotImplementedError, AttributeError):
+        return None

@@ -1,4 +1,4 @@
-"""Sharded tensors: the blocks that this process holds, the whole tensor on one process, and blocks copied into place.
+"""Sharded tensors: the mesh of processes, their blocks, the whole tensor on one process, blocks copied into place.
 
 torch's `DTensor` is the only supported kind: each dimension of its mesh of processes divides one dimension of the
 tensor, or repeats it. A plain tensor is whole on every process. Nothing is pickled on the way.
@@ -6,6 +6,7 @@ tensor, or repeats it. A plain tensor is whole on every process. Nothing is pick
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import sys
@@ -19,9 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 from typing_extensions import override
 
+from trainer_lib.arguments.configs.parallelism_config import DIMENSIONS, Grid
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:  # the import takes 0.7 s, which only a sharded model should cost
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor
 
 Range = tuple[int, int]  # the elements [start, stop) of one dimension
@@ -304,3 +307,38 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, list
     """Describe tensors `[...]` as JSON: name → dtype ("float32") and shape."""
     specs = {name: read_spec(tensors, name) for name in tensors}
     return {name: (str(dtype).removeprefix("torch."), list(shape)) for name, (dtype, shape) in specs.items()}
+
+
+class Mesh(Grid):
+    """The grid of all processes, with meshes of torch, which form their groups when they are first asked for."""
+
+    def __init__(self, sizes: Mapping[str, int], rank: int = 0, device_type: str = "cpu") -> None:
+        """Lay out the processes; the dimensions that `sizes` leaves out have the size 1, and none in `device_mesh`."""
+        super().__init__(sizes, rank)
+        self._named = tuple(name for name in DIMENSIONS if name in sizes)
+        self._device_type = device_type
+
+    @functools.cached_property
+    def device_mesh(self) -> DeviceMesh:
+        """Torch's mesh of the dimensions that were named. Collective when it is first read."""
+        from torch.distributed.device_mesh import init_device_mesh
+
+        shape = tuple(self.sizes[name] for name in self._named)
+        return init_device_mesh(self._device_type, shape, mesh_dim_names=self._named)
+
+    def along(self, *names: str) -> DeviceMesh:
+        """Return torch's mesh of some dimensions, those that were named, in their order."""
+        wanted = tuple(name for name in self._named if name in names)
+        return self.device_mesh if wanted == self._named else self.device_mesh[wanted]
+
+    @functools.cached_property
+    def of_shards(self) -> DeviceMesh:
+        """Torch's mesh of the copies of a parameter and of those that hold its rows. Collective when first read."""
+        if self.sizes["expert"] == self.sizes["sequence"] == 1:
+            return self.along("replicate", "shard")
+        from torch.distributed.device_mesh import init_device_mesh
+
+        copies = self.sizes["replicate"]
+        shape, names = (copies, self.size // copies), ("replicate", "shard")
+        first = 0 if copies > 1 else 1
+        return init_device_mesh(self._device_type, shape[first:], mesh_dim_names=names[first:])

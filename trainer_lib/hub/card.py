@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
-from trainer_lib.base.foreign_text import to_markdown
-from trainer_lib.base.suggestions import number_words
+from trainer_lib.base.suggestions import number_words, to_markdown
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.hub.card_sections import mark_section, remove_marks, split_card

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from trainer_lib.base.foreign_text import to_html
-from trainer_lib.base.suggestions import counted, number_words
+from trainer_lib.base.suggestions import counted, number_words, to_html
 
 COLORS = 5  # of series; further ones repeat them
 MAX_POINTS = 1000  # of one curve: more than the picture has pixels

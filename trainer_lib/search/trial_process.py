@@ -21,8 +21,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from trainer_lib.callbacks.base import DefaultFlowCallback, TrainerCallback
-from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
+from trainer_lib.callbacks.base import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import ConfigError, NonFiniteError, OutOfMemoryError, from_exception
 from trainer_lib.search.base import SearchSettings, TrialRun, json_values, parse_objective

@@ -21,8 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from typing_extensions import override
 
-from trainer_lib.storage.ranges import AheadReader, Buffer
-from trainer_lib.storage.remote import RemoteBackend
+from trainer_lib.storage.remote import AheadReader, Buffer, RemoteBackend
 
 PART = 16 * 2**20
 """Bytes of one part; the protocol demands at least 5 MiB."""

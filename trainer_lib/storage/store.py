@@ -23,7 +23,7 @@ from trainer_lib.errors import (
 )
 from trainer_lib.storage.local import LocalBackend, pinned
 from trainer_lib.storage.outages import absent, is_of_a_store, typed_error
-from trainer_lib.storage.ranges import read_up_to, scatter
+from trainer_lib.storage.remote import read_up_to, scatter
 from trainer_lib.storage.urls import HUB, FileEntry, FileInfo, checked, split_url
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from trainer_lib.arguments.configs.parallelism_config import mesh_sizes
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.mesh import Mesh
+from trainer_lib.distributed.sharding import Mesh
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.base import Strategy, cannot_predict_alone
 from trainer_lib.strategies.ddp import DdpStrategy

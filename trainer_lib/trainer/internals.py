@@ -25,8 +25,13 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.callbacks.base import CallbackHandler, DefaultFlowCallback, TrainerCallback
-from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
+from trainer_lib.callbacks.base import (
+    CallbackHandler,
+    DefaultFlowCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.search.trials import TrialRunner

@@ -21,8 +21,7 @@ from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.base.outputs import utilization
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import number_words
-from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
+from trainer_lib.callbacks.base import EarlyStoppingCallback, TrainerCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.loading.mixture_order import MixtureOrder

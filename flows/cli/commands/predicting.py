@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 import typer
 from rich.text import Text
 
-from trainer_lib.base.foreign_text import to_cell
-from trainer_lib.base.suggestions import counted, number_words
+from trainer_lib.base.suggestions import counted, number_words, to_cell
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals

@@ -12,8 +12,7 @@ import typer
 from rich.text import Text
 
 from trainer_lib.base.durations import describe_bytes
-from trainer_lib.base.foreign_text import to_cell
-from trainer_lib.base.suggestions import counted
+from trainer_lib.base.suggestions import counted, to_cell
 from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Answer, BareForm, Form, command

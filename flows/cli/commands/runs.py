@@ -14,8 +14,7 @@ import typer
 from rich.text import Text
 
 from trainer_lib.base.durations import describe_seconds
-from trainer_lib.base.foreign_text import to_cell
-from trainer_lib.base.suggestions import number_words, suggestion
+from trainer_lib.base.suggestions import number_words, suggestion, to_cell
 from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.names import with_intervals
 from trainflow.flows.cli import terminal

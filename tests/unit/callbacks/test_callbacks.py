@@ -12,9 +12,15 @@ from typing import Any
 import pytest
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.callbacks.base import EVENTS, CallbackHandler, DefaultFlowCallback, TrainerCallback
-from trainer_lib.callbacks.early_stopping import EarlyStoppingCallback
-from trainer_lib.callbacks.progress_bar import PrinterCallback, ProgressCallback
+from trainer_lib.callbacks.base import (
+    EVENTS,
+    CallbackHandler,
+    DefaultFlowCallback,
+    EarlyStoppingCallback,
+    PrinterCallback,
+    ProgressCallback,
+    TrainerCallback,
+)
 from trainer_lib.errors import ConfigError
 from trainer_lib.state import TrainerControl, TrainerState
 

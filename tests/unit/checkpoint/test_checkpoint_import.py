@@ -26,8 +26,7 @@ from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import losses, trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
 from trainer_lib.checkpoint.foreign.foreign_model import from_config
-from trainer_lib.checkpoint.foreign.source import derive_position
-from trainer_lib.checkpoint.foreign.torch_files import read_torch_file
+from trainer_lib.checkpoint.foreign.source import derive_position, read_torch_file
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError

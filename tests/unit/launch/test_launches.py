@@ -20,7 +20,7 @@ from tests.support.launched import request, wait_until
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, StorageError
 from trainer_lib.guard import Process, start_time
 from trainer_lib.launch import LaunchConfig, base, reported
-from trainer_lib.launch.device_slots import held_devices
+from trainer_lib.launch.base import held_devices
 from trainer_lib.launch.reported import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings import gpu_selection

@@ -44,7 +44,7 @@ from trainer_lib.arguments.configs.parallelism_config import mesh_sizes, setting
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed import sharding
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.distributed.mesh import Mesh
+from trainer_lib.distributed.sharding import Mesh
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.strategies.base import Strategy, cannot_predict_alone, match_names, require_trainable
 from trainer_lib.strategies.fsdp.units import find_ignored, find_units

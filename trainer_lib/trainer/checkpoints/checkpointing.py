@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.checkpoint.background import BackgroundSaver
 from trainer_lib.checkpoint.catalogue import (
     CheckpointInfo,
     delete_leftovers,
@@ -31,7 +30,7 @@ from trainer_lib.checkpoint.catalogue import (
 from trainer_lib.checkpoint.layout import checkpoint_name, parse_step
 from trainer_lib.checkpoint.reader import Checkpoint
 from trainer_lib.checkpoint.snapshot import Snapshot
-from trainer_lib.checkpoint.writer import WriteFiles, save_checkpoint
+from trainer_lib.checkpoint.writer import BackgroundSaver, WriteFiles, save_checkpoint
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.locks.removal import is_kept, withdraw_if_unread
 from trainer_lib.state import TrainerState
