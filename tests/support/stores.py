@@ -72,12 +72,14 @@ def any_store(any_url: str) -> Store:
 
 
 def record_fsync(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Keep the path of everything that is fsynced from now on; it is fsynced all the same."""
+    """Keep the path of everything that is fsynced from now on with bytes in it; it is fsynced all the same."""
     synced: list[str] = []
     real = os.fsync
 
     def record(descriptor: int) -> None:
-        synced.append(os.readlink(f"/proc/self/fd/{descriptor}"))  # noqa: PTH115
+        path = os.readlink(f"/proc/self/fd/{descriptor}")  # noqa: PTH115
+        if Path(path).is_dir() or os.fstat(descriptor).st_size:
+            synced.append(path)
         real(descriptor)
 
     monkeypatch.setattr(os, "fsync", record)

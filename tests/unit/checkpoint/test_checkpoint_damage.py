@@ -122,14 +122,15 @@ def root(tmp_path: Path) -> Path:
 
 
 # ------------------------------------------------------------------------------------------------------ commit files
-def test_a_commit_of_a_wrong_world_is_refused(root: Path) -> None:
+def test_a_commit_of_a_wrong_world_or_step_is_refused(root: Path) -> None:
     folder = Store.open(root / "checkpoint-2")
     commit = read_commit(folder)
     assert commit is not None
-    for world in (0, -1, "many", 1e300, 10**30, None):
+    wrong = [("world_size", world, "world size") for world in (0, -1, "many", 1e300, 10**30, None)]
+    for name, value, words in [*wrong, ("step", 3, "of step 3, its folder is named 'checkpoint-2'")]:
         folder.delete(COMMIT)
-        write_commit(folder, "checkpoint", commit.files, {**commit.meta, "world_size": world})
-        refused(root, "world size", COMMIT)
+        write_commit(folder, "checkpoint", commit.files, {**commit.meta, name: value})
+        refused(root, words, COMMIT)
 
 
 # ------------------------------------------------------------------------------------------------------------- links

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.faulty import Faults
-from trainer_lib.errors import StorageError
+from trainer_lib.errors import LeaseLostError, StorageError
 from trainer_lib.guard import start_time
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.file_lock import is_locked, try_lock
@@ -42,6 +42,8 @@ def test_a_holder_learns_from_its_beat_that_it_lost(tmp_path: Path) -> None:
     store.create("lease/00000002.json", Holder.this_process(30).to_bytes())
     lease._thread.join(timeout=10)
     assert lease.lost
+    with pytest.raises(LeaseLostError, match="Another process has taken this folder over"):
+        lease.ensure_held()
     lease.release()
     assert "00000001.released" not in lease_files(store)
 

@@ -18,7 +18,7 @@ from tests.support.training import StopAt
 from trainer_lib import BestRun, EarlyStoppingCallback, Trainer, TrainerCallback, default_hp_space_ray
 from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.errors import ConfigError, MissingExtraError, Preempted
-from trainer_lib.search.base import default_compute_objective, default_hp_space_optuna
+from trainer_lib.search.base import TrialRun, default_compute_objective, default_hp_space_optuna
 from trainer_lib.search.trial_process import find_place, put_together, sent_as_reference, take_apart
 from trainer_lib.trainer.checkpoints.restore import PresentSettings
 
@@ -408,6 +408,16 @@ def test_where_a_trial_goes_on(tmp_path: Path) -> None:
     assert later is not None and later.endswith("checkpoint-4")
     with pytest.raises(ConfigError, match="Keep more checkpoints"):
         find_place(output, "b", "run-b", {"seed": 1}, {**pointer, "step": 5})
+    # It trains from there with its own rate.
+    rates: list[float] = []
+
+    def judge(metrics: Any, step: int | None) -> tuple[list[float], bool]:
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        return [0.0], False
+
+    values = {"learning_rate": 0.5, "lr_scheduler_type": "constant"}
+    trainer._trainflow.trials.run_trial(TrialRun("run-b", values, None, False, judge, taken.origin))
+    assert rates == [0.5]
 
 
 class Weighted(Trainer):
