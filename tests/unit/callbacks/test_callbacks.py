@@ -152,7 +152,8 @@ def test_epochs_are_due_at_their_end(given: dict[str, Any], due: set[str]) -> No
 def test_shares_are_resolved_against_the_length_of_the_run() -> None:
     given: dict[str, Any] = {"max_steps": 40, "eval_strategy": "steps"}
     for name, what in (("logging_steps", "log"), ("eval_steps", "evaluate"), ("save_steps", "save")):
-        assert [step for step in range(1, 41) if what in _flow(step, **given, **{name: 0.25})] == [10, 20, 30, 40]
+        shares = {**given, name: 0.25}
+        assert [step for step in range(1, 41) if what in _flow(step, **shares)] == [10, 20, 30, 40]
 
 
 # ------------------------------------------------------------------------------------- early stopping

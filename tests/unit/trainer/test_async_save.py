@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,7 @@ def test_the_next_save_waits_for_the_one_before(tmp_path: Path, monkeypatch: pyt
             order.append("released")
 
     Gate(monkeypatch, before)
-    steps = [At(step, lambda step=step: order.append(f"step {step}")) for step in range(1, 7)]
+    steps = [At(step, partial(order.append, f"step {step}")) for step in range(1, 7)]
     later = At(4, lambda: threading.Timer(0.2, release.set).start())
     trainer(tmp_path, ROWS, callbacks=[*steps, later], **ASYNC).train()
     assert order == ["step 1", "step 2", "step 3", "step 4", "released", "step 5", "step 6"]

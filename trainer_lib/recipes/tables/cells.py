@@ -43,8 +43,8 @@ _LONGEST = 40  # characters of a number
 
 def read_reading(given: Mapping[str, Any]) -> Reading:
     """The form of files, by `prepare.options.read`. Raises ConfigError for an unknown setting or value."""
-    known = [each for each in fields(Reading) if each.name != "answer"]
-    defaults = {each.name: [] if each.default == () else each.default for each in known}
+    known = [field for field in fields(Reading) if field.name != "answer"]
+    defaults: dict[str, Any] = {field.name: [] if field.default == () else field.default for field in known}
     chosen = choose(given, defaults, field=FIELD)
     for name in ("separator", "encoding", "quote", "escape", "sheet", "decimal", "thousands"):
         if not isinstance(chosen[name], str | None):
