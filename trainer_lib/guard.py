@@ -322,12 +322,11 @@ class Guard:
 
     def _finish(self) -> int:
         status = 127 if self.status is None else self.status
-        if self.run_dir is None:
-            return status if status >= 0 else 128 - status
-        temporary = self.run_dir / "guard.json.tmp"
-        with contextlib.suppress(OSError):  # the owner may have removed the run directory already
-            temporary.write_text(json.dumps({"code": status, "time": time.time()}))
-            temporary.replace(self.run_dir / "guard.json")
+        if self.run_dir is not None:
+            temporary = self.run_dir / "guard.json.tmp"
+            with contextlib.suppress(OSError):  # the owner may have removed the run directory already
+                temporary.write_text(json.dumps({"code": status, "time": time.time()}))
+                temporary.replace(self.run_dir / "guard.json")
         # As a shell counts: 128 and the signal's number.
         return status if status >= 0 else 128 - status
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.launch import LaunchConfig, base, from_settings, resolve_config
-from trainer_lib.launch.pool import apart
+from trainer_lib.launch.pool import apart, settle
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings import gpu_selection
 from trainer_lib.launch.settings.config import check_installed, check_rendezvous, require_torch
@@ -339,6 +339,8 @@ def test_the_processes_of_other_machines_are_taken_as_they_are(
     # Workers that share parts are placed one by one.
     three = apart(resolve_config(slurm(processes=3)))
     assert [(config.engine, config.kind, config.processes) for config in three] == [("slurm", "process", 1)] * 3
+    with pytest.raises(InfrastructureError, match="the second"):  # all are lost
+        settle([InfrastructureError("the first"), InfrastructureError("the second")], print)
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(ConfigError, match="Slurm's program sbatch is not on this machine's PATH"):
         resolve_config(slurm())
