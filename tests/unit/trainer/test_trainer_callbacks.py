@@ -45,11 +45,12 @@ def noting_everything() -> tuple[TrainerCallback, list[tuple[str, int, dict[str,
 def test_all_sixteen_events_fire_where_they_should_with_what_they_should(tmp_path: Path) -> None:
     note, seen = noting_everything()
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    given |= {"logging_strategy": "steps", "logging_steps": 2, "gradient_accumulation_steps": 2, "max_steps": 2}
+    given |= {"logging_strategy": "steps", "logging_steps": 2, "gradient_accumulation_steps": 3, "max_steps": 2}
     given |= {"push_to_hub": True, "hub_model_id": str(tmp_path / "hub"), "hub_strategy": "end"}
+    given |= {"per_device_train_batch_size": 2}
     one = trained(tmp_path / "out", ROWS, eval_dataset=ROWS[:4], callbacks=[note], processing_class="words", **given)
     one.predict(ROWS[:4])
-    step = ["on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
+    step = ["on_step_begin", *("on_substep_end",) * 2, "on_pre_optimizer_step", "on_optimizer_step", "on_step_end"]
     evaluation = ["on_prediction_step", "on_log", "on_evaluate"]
     order = [event for event, _, _ in seen]
     assert order == [
