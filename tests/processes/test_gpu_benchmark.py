@@ -19,6 +19,8 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
+from tests.support.launched import wait_until
+from tests.support.police import session_processes
 from tests.support.repository import ROOT
 
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "numpy")
@@ -91,6 +93,7 @@ def test_rows_are_written_as_they_come_and_a_failed_one_does_not_end_the_run(pyt
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('it is broken')\n")
     chosen = ("--only", "7", "--only", "4", "--only", "1 gpt2")
+    others = {process.pid for process in session_processes()}
     command = [str(python), "-m", "benchmarks.gpu", "--dry", *chosen]
     with subprocess.Popen(command, cwd=ROOT, env=environment(tmp_path), stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -99,6 +102,8 @@ def test_rows_are_written_as_they_come_and_a_failed_one_does_not_end_the_run(pyt
         written = json.loads((tmp_path / "gpu.json").read_text())  # the rows before this one
         assert any("lines in" in line for line in lines)
     shutil.rmtree(broken)  # with what Python compiled of it
+    # The server that forks its jobs has torch to unload when it ends, right after.
+    wait_until(lambda: {process.pid for process in session_processes()} <= others)
     table = {(finding["row"][0], finding["case"]): finding["measured"] for finding in written["findings"]}
     assert {"7", "4"} <= {row for row, _ in table}, before
     assert "it is broken" in table["7", "adamw_bnb_8bit"]

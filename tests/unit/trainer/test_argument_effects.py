@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import importlib
 import importlib.machinery
 import logging
 import multiprocessing
@@ -22,7 +23,7 @@ from torch.utils.data import Dataset
 from tests.support.tiny_models import llama
 from tests.support.toys import Classifier, classification_rows, token_rows
 from tests.support.training import trained, trainer
-from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainingArguments, WandbCallback
+from trainer_lib import Seq2SeqTrainer, Seq2SeqTrainingArguments, TrainerCallback, TrainingArguments, WandbCallback
 from trainer_lib.arguments import ArgumentParser
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
@@ -354,6 +355,14 @@ def test_disable_tqdm_prints_dictionaries_instead_of_progress(
     assert ("{'loss':" in shown) == disabled
 
 
+def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
+    """A package that looks installed; none of the trackers' own packages is, here."""
+    package = types.ModuleType(name)
+    package.__spec__ = importlib.machinery.ModuleSpec(name, None)
+    monkeypatch.setitem(sys.modules, name, package)
+    return package
+
+
 def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:
     """A stand-in for the package: what its runs were asked for, and what was logged."""
     asked: list[dict[str, Any]] = []
@@ -366,9 +375,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[A
         asked.append(given)
         return run
 
-    package: Any = types.ModuleType("wandb")
-    package.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
-    monkeypatch.setitem(sys.modules, "wandb", package)
+    package = installed(monkeypatch, "wandb")
     package.run, package.log, package.init = None, logged.append, init
     return asked, logged
 
@@ -416,6 +423,22 @@ def test_subclasses_of_the_wandb_callback_find_what_they_know(
     assert {"table": "Classifier"} in logged
     [first] = [values for values in logged if "train/loss" in values]
     assert ("train/more" in first) == (cls is Samples)
+
+
+def test_the_trackio_arguments_reach_trackio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    class Trackio(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            told.update({name: value for name, value in args.to_dict().items() if name.startswith("trackio_")})
+
+    installed(monkeypatch, "trackio")
+    module = importlib.import_module("transformers.integrations.integration_utils")
+    monkeypatch.setattr(module, "TrackioCallback", Trackio)
+    names = ("trackio_space_id", "trackio_bucket_id", "trackio_static_space_id")
+    given: dict[str, Any] = {name: f"me/{name}" for name in names}
+    trainer(tmp_path, ROWS, report_to="trackio", **given, **LOGGED).train()
+    assert told == given
 
 
 # -------------------------------------------------------------------------------------- accepted, and without an effect

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from tests.support.toys import Classifier, TokenModel, classification_rows, token_rows
-from tests.support.training import trained, trainer
+from tests.support.training import Note, trained, trainer
 from trainer_lib import Trainer
 from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.errors import ConfigError, DataError
@@ -380,6 +380,21 @@ def test_labels_of_a_detector_are_handed_over_batch_by_batch_though_the_last_one
 
 
 # ------------------------------------------------------------------------------------------- when, and on which sets
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [
+        ({"eval_strategy": "steps", "eval_steps": 1, "eval_delay": 3}, [3, 4, 5]),
+        ({"eval_strategy": "epoch", "eval_delay": 2, "max_steps": 18}, [12, 18]),
+        ({"eval_strategy": "steps", "eval_steps": 4, "eval_on_start": True}, [0, 4, 5]),
+        ({"eval_strategy": "steps", "eval_steps": 0.4}, [2, 4, 5]),
+    ],
+)
+def test_when_training_evaluates(given: dict[str, Any], steps: list[int], tmp_path: Path) -> None:
+    note = Note("on_evaluate", lambda state, **_: state.global_step)
+    trainer(tmp_path, MANY, eval_dataset=MANY[:4], callbacks=[note], **{"max_steps": 5, **given}).train()
+    assert note.kept == steps
+
+
 def test_several_sets_are_each_named_and_one_of_them_decides(tmp_path: Path) -> None:
     values = iter([0.9, 0.1, 0.1, 0.8])  # dev and held in turn
     one = trained(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -30,7 +31,7 @@ from tests.support.training import (
     trained,
     trainer,
 )
-from trainer_lib import EarlyStoppingCallback, Trainer, set_seed
+from trainer_lib import EarlyStoppingCallback, Trainer, enable_full_determinism, set_seed
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.storage import Store
 
@@ -383,7 +384,18 @@ def test_old_names_of_the_constructor(tmp_path: Path) -> None:
 
 
 def test_seeds(tmp_path: Path) -> None:
+    inductor: Any = importlib.import_module("torch._inductor.config")
     set_seed(5)
     drawn = (torch.rand(1).item(), float(np.random.rand()))
     set_seed(5)
     assert (torch.rand(1).item(), float(np.random.rand())) == drawn
+    try:
+        enable_full_determinism(5)
+        assert torch.are_deterministic_algorithms_enabled()
+        assert inductor.deterministic
+        assert torch.rand(1).item() == drawn[0]
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = inductor.deterministic = False
+        for name in ("CUBLAS_WORKSPACE_CONFIG", "TORCHINDUCTOR_DETERMINISTIC"):
+            os.environ.pop(name, None)
