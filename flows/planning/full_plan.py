@@ -46,7 +46,7 @@ class Obstacle:
         value: its value; None: it has none to show.
         what: the sentence.
         remedy: what to do.
-        is_fatal: whether the run would fail; otherwise it goes on without.
+        is_fatal: whether the run would fail; otherwise it continues without.
     """
 
     field: str | None

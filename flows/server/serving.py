@@ -128,7 +128,7 @@ _END_S = 90.0
 # How many of the next firing times are shown, and seconds that the end waits for a look at watched data.
 _SHOWN = 3
 _WATCH_END_S = 5.0
-# The types of work pools, and what starts their workers besides the pool's name.
+# The types of work pools, and the options of their workers' commands apart from the pool's name.
 _WORKERS = {
     "process": "",
     "docker": " --type docker   # needs pip install prefect-docker",

@@ -3,6 +3,6 @@
 `lease` admits one process at a time to a stage's folder and keeps it with a heartbeat. `claim` decides which of
 several writers gets a checkpoint's folder, for the length of one save. `readers` protect a checkpoint from removal
 while it is read. `shared_parts` has many processes share the parts of one job. All of these consist of small files
-beside the data; none is part of what they protect. `file_lock` locks open files of
+next to the data; none is part of what they protect. `file_lock` locks open files of
 one machine.
 """

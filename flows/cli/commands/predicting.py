@@ -267,7 +267,7 @@ def evaluate(
     ] = None,
     trust: Trust = None,
 ) -> Answer:
-    """Measure a trained model on a labelled file: metrics with intervals, beside the run's own test.
+    """Measure a trained model on a labelled file: metrics with intervals, next to those of the run's own test.
 
     With --against both models are measured on the same resampled rows, and the differences have intervals.
     """
