@@ -69,6 +69,7 @@ class Declaration:
         bounds: "ge", "gt", "le", "lt" and their numbers.
         secret: never shown in errors, reprs or dumps.
         ours: whether `arg` declared it, or a field that it overrides.
+        alone: no version of transformers has an argument of this name.
     """
 
     affects: Affects = "weights"
@@ -77,6 +78,7 @@ class Declaration:
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     secret: bool = False
     ours: bool = False
+    alone: bool = False
 
 
 class _Help(str):
@@ -108,6 +110,7 @@ def arg(
     lt: float | None = None,
     secret: bool = False,
     bare: bool = False,
+    alone: bool = False,
 ) -> Any:
     """Declare one argument of a dataclass.
 
@@ -120,9 +123,11 @@ def arg(
         ge, gt, le, lt: bounds of a number, checked at construction.
         secret: never shown in errors, reprs or dumps.
         bare: transformers' parser, which wants a word after such a type, takes the flag alone for true.
+        alone: no version of transformers has an argument of this name.
     """
     bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
-    known = Declaration(affects, unit, None if choices is None else tuple(choices), bounds, secret, ours=True)
+    allowed = None if choices is None else tuple(choices)
+    known = Declaration(affects, unit, allowed, bounds, secret, ours=True, alone=alone)
     metadata: dict[str, Any] = {"help": _Help.of(help, known)}
     if bare:
         metadata |= {"nargs": "?", "const": True}

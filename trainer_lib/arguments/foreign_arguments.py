@@ -30,18 +30,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainer_lib.arguments import io
-from trainer_lib.arguments.fields import field_map
+from trainer_lib.arguments.fields import declarations, field_map
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments, constructor_names
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
 _PACKAGE = "transformers"
 _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific one first
-#: The arguments that no version of transformers has.
-OURS_ALONE = (
-    *("global_batch_size", "save_async", "max_failed_saves", "max_nonfinite_steps", "allow_global_batch_change"),
-    *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes", "fp8", "parallelism"),
-)
 _REMEDY = "Give trainer_lib.TrainingArguments, or the TrainingArguments of transformers."
 _TRUE = ("1", "true", "yes", "on")
 _NOTHING = ("", "no", "none", "auto", "null")  # how accelerate writes an absent setting
@@ -126,8 +121,9 @@ def _added_fields(cls: Any, base: Any) -> list[str]:
 
 def _refuse_other_meanings(own: Mapping[str, Any]) -> None:
     """Raise ConfigError for a field that a subclass adds under a name that only trainer_lib has an argument for."""
+    declared = declarations(TrainingArguments)
     for name, field in field_map(TrainingArguments).items():
-        if name in OURS_ALONE and own.get(name, field.default) not in (None, field.default):
+        if declared[name].alone and own.get(name, field.default) not in (None, field.default):
             raise ConfigError(
                 "The class adds this field; trainer_lib has an argument of this name, which may mean something else.",
                 field=name,

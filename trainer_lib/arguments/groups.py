@@ -105,6 +105,7 @@ class BatchArguments:
         affects="weights",
         unit="samples",
         ge=1,
+        alone=True,
     )
     gradient_accumulation_steps: int = arg(
         1,
@@ -176,6 +177,7 @@ class PrecisionArguments:
         "Multiply in float8 in linear layers, by torchao and with bf16: tensorwise or rowwise scales.",
         affects="outputs",
         bare=True,
+        alone=True,
     )
     # Not in a key: recomputed activations have the same values.
     gradient_checkpointing: bool | None = arg(
@@ -419,6 +421,7 @@ class SavingArguments:
         False,
         "Block training only while the state is copied to host memory; write and commit it in the background.",
         affects="nothing",
+        alone=True,
     )
     # Ours: in the reference the first failed save ends the run.
     max_failed_saves: int = arg(
@@ -427,6 +430,7 @@ class SavingArguments:
         affects="nothing",
         unit="saves",
         ge=1,
+        alone=True,
     )
     save_on_each_node: bool = arg(
         False, "Write the checkpoint once per machine, for machines without a shared disk.", affects="nothing"
@@ -442,6 +446,7 @@ class SavingArguments:
         "On resume, accept another global batch: no sample is lost, up to one batch of samples is repeated, and the "
         "schedule ends at another step.",
         affects="nothing",
+        alone=True,
     )
     ignore_data_skip: bool = arg(
         False, "On resume, start at the beginning of the data instead of after the last sample.", affects="weights"
@@ -515,6 +520,7 @@ class DistributedArguments:
         None,
         "Processes in each dimension (replicate, shard, tensor), and the plan of the layers that tensor divides.",
         affects="nothing",
+        alone=True,
     )
     parallelism_config: Any = arg(
         None, "The same as accelerate's ParallelismConfig or transformers' DistributedConfig.", affects="nothing"

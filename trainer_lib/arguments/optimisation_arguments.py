@@ -68,6 +68,7 @@ class OptimisationArguments:
         affects="nothing",
         unit="steps",
         ge=1,
+        alone=True,
     )
     # Ours, too. The window is in the train key only when a spike rolls back (`numeric`).
     loss_spike_sigma: float | None = arg(
@@ -78,12 +79,18 @@ class OptimisationArguments:
         affects="weights",
         unit="standard deviations",
         gt=0,
+        alone=True,
     )
     loss_spike_window: int = arg(
-        128, "Steps whose losses loss_spike_sigma compares with.", affects="nothing", unit="steps", ge=2
+        128, "Steps whose losses loss_spike_sigma compares with.", affects="nothing", unit="steps", ge=2, alone=True
     )
     max_loss_spikes: int = arg(
-        3, "Rollbacks of one training, after which the next spike ends it.", affects="nothing", unit="rollbacks", ge=0
+        3,
+        "Rollbacks of one training, after which the next spike ends it.",
+        affects="nothing",
+        unit="rollbacks",
+        ge=0,
+        alone=True,
     )
     label_smoothing_factor: float = arg(
         0.0,

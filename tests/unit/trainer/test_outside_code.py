@@ -18,12 +18,10 @@ import transformers
 from torch import nn
 
 from tests.support.searching import search_trainer
-from tests.support.surface import SURFACE
 from tests.support.toys import Classifier, Hungry, TokenModel, classification_rows, token_rows
 from tests.support.training import assert_equal, final_state, note_heads, trained, trainer
 from trainer_lib import Seq2SeqTrainingArguments, Trainer, TrainingArguments
-from trainer_lib.arguments.fields import field_map
-from trainer_lib.arguments.foreign_arguments import OURS_ALONE, adopt_arguments
+from trainer_lib.arguments.foreign_arguments import adopt_arguments
 from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(32)
@@ -454,10 +452,6 @@ def test_a_field_of_a_library_is_not_taken_for_an_argument_of_ours() -> None:
     given.global_batch_size = 64
     with pytest.raises(ConfigError, match=r"global_batch_size = 64: .* may mean something else\. Rename the field"):
         adopt_arguments(given)
-
-
-def test_our_own_arguments_are_those_that_the_reference_does_not_have() -> None:
-    assert set(OURS_ALONE) == set(field_map(TrainingArguments)) - {*SURFACE["TrainingArguments"], *SURFACE["old_args"]}
 
 
 @pytest.mark.parametrize(
