@@ -78,7 +78,7 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path, cli: Cli) -> N
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(spec: Path, words: str, expected: str, cli: Cli) -> None:
-    with temporary_settings(restore_defaults={PREFECT_API_URL}):  # an earlier test's server is not this user's
+    with temporary_settings({PREFECT_API_URL: None}):  # an earlier test's server is not this user's
         message = refused(cli(*words.split(), cwd=spec.parent))
     assert expected in message
     assert "\n  do " in message
