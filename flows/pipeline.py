@@ -30,9 +30,8 @@ from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.ending import StopRequest, expect_ending, expected_ending
 from trainflow.flows.records.past_runs import read_run
 from trainflow.flows.records.prefect_runs import created_by_this_process, own_flow_run
-from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, tell_of_run
 from trainflow.flows.records.run_logs import keep_logs
-from trainflow.flows.records.run_message import tell_of_run
 from trainflow.flows.reports.prefect_artifacts import live_report, run_artifacts
 from trainflow.flows.reports.run_record import RunRecord
 from trainflow.flows.run_stages import run_stages

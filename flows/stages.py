@@ -21,7 +21,7 @@ from trainflow.tasks.keys import keys
 from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.stage.facts import PublishFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.publication import find_publication_problem
+from trainflow.tasks.stage.rerun import find_publication_problem
 from trainflow.tasks.stage.track import track_evaluation, track_publication, track_splits, track_training
 
 if TYPE_CHECKING:

@@ -21,15 +21,13 @@ from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, is_less
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import StopEarly
-from trainflow.tasks.settings.benchmark_settings import BenchmarkList
+from trainflow.tasks.settings.evaluate_settings import BenchmarkList, read_metric, read_metric_list, read_requirement
 from trainflow.tasks.settings.keyed_settings import Affects as Affects
 from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettings
 from trainflow.tasks.settings.keyed_settings import RecipePath, refuse_unknown
 from trainflow.tasks.settings.keyed_settings import Settings as Settings
 from trainflow.tasks.settings.keyed_settings import setting as setting
-from trainflow.tasks.settings.mixture_settings import MixtureField, fill_sources
-from trainflow.tasks.settings.requirements import read_metric, read_metric_list, read_requirement
-from trainflow.tasks.settings.runner_settings import RunnerSettings
+from trainflow.tasks.settings.prepare_settings import MixtureField, RunnerSettings, fill_sources
 
 _INTERVALS = ("steps", "epoch")
 

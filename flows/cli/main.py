@@ -47,7 +47,7 @@ _COMMANDS = {
     "mix": "schedules:mix",
     "join": "execution:join",
     "predict": "predicting:predict",
-    "chat": "chatting:chat",
+    "chat": "predicting:chat",
     "evaluate": "predicting:evaluate",
     "export": "predicting:export",
     "models": "registry:models",

@@ -33,7 +33,7 @@ from trainflow.tasks.stage.context import StageContext, choosing_metrics
 from trainflow.tasks.stage.facts import StageFacts, TrainFacts
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.refresh import current_key
+from trainflow.tasks.stage.rerun import current_key
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments

@@ -42,7 +42,7 @@ from trainflow.tasks.configs import (
     TrainConfig,
 )
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings.benchmark_settings import list_tasks
+from trainflow.tasks.settings.evaluate_settings import list_tasks
 from trainflow.tasks.settings.keyed_settings import Duration, RecipePath
 from trainflow.tasks.tracking.notifying import NotifySettings
 

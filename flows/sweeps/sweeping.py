@@ -29,7 +29,7 @@ from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import read_record, run_folder, write_record
-from trainflow.flows.records.run_message import describe_error, state_of
+from trainflow.flows.records.results import describe_error, state_of
 from trainflow.flows.server.api import quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import SWEEP

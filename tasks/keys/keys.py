@@ -135,7 +135,7 @@ class StageKey:
 
     @property
     def first(self) -> StageKey:
-        """The key without the age of results (`trainflow.tasks.stage.refresh`): that of the first one."""
+        """The key without the age of results (`trainflow.tasks.stage.rerun`): that of the first one."""
         if REFRESH not in self.fields:
             return self
         return replace(self, fields={name: value for name, value in self.fields.items() if name != REFRESH})

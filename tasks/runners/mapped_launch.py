@@ -19,15 +19,14 @@ from prefect.states import Failed
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
-from trainer_lib.launch.pool import Progress, settle
-from trainer_lib.launch.reported import Owner, launch_reported
+from trainer_lib.launch.pool import Owner, Progress, launch_reported, settle
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import Request
 from trainer_lib.storage import Store
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.prefect.prefect_internals import send_little
 from trainflow.tasks.runners.clusters import Cluster, unreachable_api
-from trainflow.tasks.settings.runner_settings import RunnerSettings
+from trainflow.tasks.settings.prepare_settings import RunnerSettings
 
 POLL_S = 0.3
 END_S = 30.0

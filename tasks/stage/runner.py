@@ -33,7 +33,7 @@ from trainflow.tasks.stage.manifest import (
     look_up,
     stage_store,
 )
-from trainflow.tasks.stage.refresh import current_key, note_refreshed
+from trainflow.tasks.stage.rerun import current_key, note_refreshed
 from trainflow.tasks.stage.retry import (
     ATTEMPTS,
     Ledger,

@@ -159,14 +159,14 @@ def test_every_field_of_a_spec_is_documented() -> None:
     from trainflow.flows.spec import sweep_settings
     from trainflow.flows.spec.spec import PipelineSpec
     from trainflow.tasks import configs
-    from trainflow.tasks.settings import runner_settings
+    from trainflow.tasks.settings import prepare_settings
     from trainflow.tasks.tracking import notifying
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
     models: list[Any] = [
         PipelineSpec,
         configs.StopEarlySettings,
-        runner_settings.RunnerSettings,
+        prepare_settings.RunnerSettings,
         notifying.NotifySettings,
     ]
     models += [configs.PrepareConfig, configs.TrainConfig, configs.EvaluateConfig, configs.PredictConfig]

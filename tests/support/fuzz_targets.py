@@ -21,8 +21,7 @@ from tests.support.fuzz import Target, in_json, in_safetensors, in_torch_file
 from tests.support.hostile import saved
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import catalogue
-from trainer_lib.checkpoint.catalogue import CheckpointInfo
-from trainer_lib.checkpoint.foreign.recognise import recognise_folder
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, recognise_folder
 from trainer_lib.checkpoint.foreign.source import (
     convert_optimizer,
     convert_scheduler,

@@ -26,7 +26,7 @@ from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, PublishFacts, StageFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.publication import publication_target
+from trainflow.tasks.stage.rerun import publication_target
 from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 
 STAGES = ("prepare-data", "train", "evaluate", "predict")

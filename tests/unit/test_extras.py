@@ -19,13 +19,13 @@ from trainer_lib.errors import CodeError, MissingExtraError
 from trainer_lib.evaluation.benchmarks import FIELD, require_lm_eval
 from trainer_lib.keras_models.keras_backend import import_keras
 from trainer_lib.launch.settings.config import LaunchConfig, require_torch, resolve_config
-from trainer_lib.protocol.recipe_failures import user_error
+from trainer_lib.protocol.recipe_functions import user_error
 from trainer_lib.recipes.shared.model_places import import_transformers, quantized
 from trainer_lib.search.trials import default_hp_space_ray
 from trainer_lib.storage import Store
 from trainflow.flows.sweeps.ledger import Ledger
 from trainflow.tasks.configs import LaunchSettings
-from trainflow.tasks.settings.runner_settings import RunnerSettings, check_runner
+from trainflow.tasks.settings.prepare_settings import RunnerSettings, check_runner
 
 EXTRAS: dict[str, list[str]] = pyproject()["project"]["optional-dependencies"]
 #: They serve those who work on trainflow itself, from a checkout.

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from trainer_lib.errors import CodeError, ConfigError, DataError, OutOfMemoryError, TrainflowError
-from trainer_lib.protocol.recipe_failures import user_error
-from trainer_lib.protocol.recipe_functions import as_measurements
+from trainer_lib.protocol.recipe_functions import as_measurements, user_error
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, default_prediction_columns, load
 from trainer_lib.storage import Store
 

@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import layout
-from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_checkpoint_info
-from trainer_lib.checkpoint.foreign.recognise import recognise_folder
+from trainer_lib.checkpoint.catalogue import CheckpointInfo, read_checkpoint_info, recognise_folder
 from trainer_lib.checkpoint.layout import damaged_file
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import ShardedTensors, index_file

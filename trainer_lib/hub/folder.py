@@ -16,7 +16,7 @@ from typing import Any
 
 from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published
-from trainer_lib.hub.card_sections import choose_card, insert_section, move_pictures
+from trainer_lib.hub.card import choose_card, insert_section, move_pictures
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, Commit, read_commit, verify_files, withdraw_folder, write_commit

@@ -23,18 +23,6 @@ from trainer_lib.base.paths import PathOptions
 from trainer_lib.base.records import from_record, to_record
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError
-from trainer_lib.protocol.command_results import (
-    CompareResult as CompareResult,
-)
-from trainer_lib.protocol.command_results import (
-    ExportResult as ExportResult,
-)
-from trainer_lib.protocol.command_results import (
-    ImportResult as ImportResult,
-)
-from trainer_lib.protocol.command_results import (
-    MeasureRowsResult as MeasureRowsResult,
-)
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.storage import FileEntry
@@ -462,6 +450,25 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
         return self.is_on_cpu
 
 
+@dataclass(frozen=True)
+class MeasureRowsResult:
+    """Metrics of a model on labelled rows.
+
+    Attributes:
+        rows: number of rows.
+        digest: SHA-256 of the labels and what was read beside them: two results of one digest are of the same rows.
+        metrics: name -> value, and `<name>_low` and `<name>_high`.
+        resampled: name -> its value on each resample, the same resamples for every model.
+        outcomes: as `summarize_outcomes` has them, with inputs; None where they were not asked for, or of another kind.
+    """
+
+    rows: int
+    digest: str
+    metrics: dict[str, float]
+    resampled: dict[str, tuple[float, ...]]
+    outcomes: dict[str, Any] | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result=MeasureRowsResult):
     """Measure a trained model on labelled rows; `model`, `digest`, `code`, `is_on_cpu` as of `ScoreRequest`.
@@ -497,6 +504,15 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
         return self.is_on_cpu
 
 
+@dataclass(frozen=True)
+class ExportResult:
+    """Files of an exported model, and the greatest difference of its outputs of some rows, relative to the largest."""
+
+    files: tuple[str, ...]
+    rows: int
+    apart: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExportRequest(Request[ExportResult], verb="export_model", result=ExportResult):
     """Write a trained model for another program into the folder `output`; `model` and `code` as of `ScoreRequest`.
@@ -515,12 +531,36 @@ class ExportRequest(Request[ExportResult], verb="export_model", result=ExportRes
     sources: tuple[RowFile, ...] = ()
 
 
+@dataclass(frozen=True)
+class CompareResult:
+    """Differences between two trainings in the order of time, and what was compared (counts by name)."""
+
+    differences: tuple[dict[str, Any], ...]
+    compared: dict[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class CompareRequest(Request[CompareResult], verb="compare", result=CompareResult):
     """Compare the checkpoints of two trainings, below their URLs."""
 
     whole: str
     resumed: str
+
+
+@dataclass(frozen=True)
+class ImportResult:
+    """A checkpoint committed at `url`: its parameters with optimizer state, the number of its files and their bytes.
+
+    `left_out` are names in the source folder that were not imported; `notes` say what differs after resuming.
+    """
+
+    step: int
+    url: str
+    parameters: int
+    files: int
+    bytes: int
+    left_out: tuple[str, ...]
+    notes: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True)

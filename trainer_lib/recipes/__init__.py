@@ -49,8 +49,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.protocol import recipe_functions
-from trainer_lib.protocol.recipe_failures import OURS, user_error
-from trainer_lib.protocol.recipe_functions import kind_of
+from trainer_lib.protocol.recipe_functions import OURS, kind_of, user_error
 from trainer_lib.protocol.recipe_names import FOLDER
 from trainer_lib.storage import FileEntry, Store
 

@@ -21,7 +21,7 @@ from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.strategies.tensor.vocabulary import DividedLoss
+    from trainer_lib.strategies.tensor.layers import DividedLoss
 
 
 class Strategy:

@@ -36,8 +36,7 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.search.trials import TrialRunner
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
-from trainer_lib.trackers.callback import TrackingCallback
-from trainer_lib.trackers.vendors import VendorCallback, reporters
+from trainer_lib.trackers.vendors import TrackingCallback, VendorCallback, reporters
 from trainer_lib.trainer.accelerator.slot import AcceleratorSlot
 from trainer_lib.trainer.api.reporting import Counters
 from trainer_lib.trainer.attempts import Attempts

@@ -16,7 +16,7 @@ from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointR
 from trainer_lib.recipes import DataInfo
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
-from trainer_lib.trackers.callback import numbers_only
+from trainer_lib.trackers.vendors import numbers_only
 from trainer_lib.trainer.model.seeding import restore_seeds
 from trainer_lib.worker.process.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.process.session import Work

@@ -34,7 +34,7 @@ from trainer_lib.data.rows.source_parts import (
 )
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.locks.shared_parts import SharedParts
-from trainer_lib.protocol.recipe_failures import vanished_source
+from trainer_lib.protocol.recipe_functions import vanished_source
 from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequest, PrepareResult
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.storage import FileEntry, Store

@@ -13,8 +13,14 @@ from rich.text import Text
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.paths import expand_home
-from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_excess, list_linked, read_checkpoint_info
-from trainer_lib.checkpoint.foreign.recognise import is_foreign, recognise_folder
+from trainer_lib.checkpoint.catalogue import (
+    CheckpointInfo,
+    is_foreign,
+    list_excess,
+    list_linked,
+    read_checkpoint_info,
+    recognise_folder,
+)
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.claim import read_claim

@@ -30,7 +30,6 @@ from trainflow.flows.records.results import PipelineResult, StageOutcome, read_t
 from trainflow.flows.reports import prefect_artifacts as _artifacts
 from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking
-from trainflow.flows.reports.model_tracking import log_outcomes
 from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import describe_conversations, describe_data
 from trainflow.flows.reports.run_tracking import (
@@ -38,6 +37,7 @@ from trainflow.flows.reports.run_tracking import (
     describe_end,
     describe_experiment,
     describe_start,
+    log_outcomes,
     settings_files,
     tracked_params,
 )

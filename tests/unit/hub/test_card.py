@@ -16,8 +16,19 @@ from markdown_it import MarkdownIt
 from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import Content
-from trainer_lib.hub.card import Card, Conversations, HardRows, Picture, parse_card_head, render_card, tidy_metrics
-from trainer_lib.hub.card_sections import insert_section, merge_card, move_pictures, remove_marks
+from trainer_lib.hub.card import (
+    Card,
+    Conversations,
+    HardRows,
+    Picture,
+    insert_section,
+    merge_card,
+    move_pictures,
+    parse_card_head,
+    remove_marks,
+    render_card,
+    tidy_metrics,
+)
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.storage import FileEntry, Store
 

@@ -19,9 +19,9 @@ import pytest
 from tests.support.launched import request, wait_until
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, StorageError
 from trainer_lib.guard import Process, start_time
-from trainer_lib.launch import LaunchConfig, base, reported
+from trainer_lib.launch import LaunchConfig, base, pool
 from trainer_lib.launch.base import held_devices
-from trainer_lib.launch.reported import Owner, Reporter, launch_reported
+from trainer_lib.launch.pool import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings import gpu_selection
 from trainer_lib.protocol.requests import PrepareRequest
@@ -45,7 +45,7 @@ def folder_of(owner: Owner) -> Store:
 
 def has_report(owner: Owner) -> bool:
     """Whether a worker has reported something that its owner has not read."""
-    return any(map(reported._REPORT.fullmatch, folder_of(owner).children()))
+    return any(map(pool._REPORT.fullmatch, folder_of(owner).children()))
 
 
 def test_the_answer_and_what_the_worker_says_come_back(tmp_path: Path) -> None:
@@ -64,7 +64,7 @@ def test_the_answer_and_what_the_worker_says_come_back(tmp_path: Path) -> None:
 
 def test_the_machine_of_a_worker_is_known_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that is lost in its first second was not named: its reports are sent once a second."""
-    monkeypatch.setattr(reported, "FLUSH_S", 1000.0)
+    monkeypatch.setattr(pool, "FLUSH_S", 1000.0)
     with Owner(Store.open(tmp_path)) as owner, Reporter(folder_of(owner), 2):
         wait_until(lambda: has_report(owner), 10)
         assert owner.read() == [(2, {"started": socket.gethostname()})]
@@ -98,8 +98,8 @@ def test_a_machine_with_another_installation_is_refused_before_it_works(tmp_path
 def test_a_worker_ends_when_its_owner_asks_for_it_is_gone_or_is_silent(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reported, "LOOK_S", 0.0)
-    monkeypatch.setattr(reported, "BEAT_S", 0.02)
+    monkeypatch.setattr(pool, "LOOK_S", 0.0)
+    monkeypatch.setattr(pool, "BEAT_S", 0.02)
     store = Store.open(tmp_path)
     with Owner(store) as owner, Reporter(folder_of(owner), 0) as reporter:
         first = reporter._sign
@@ -115,8 +115,8 @@ def test_a_worker_ends_when_its_owner_asks_for_it_is_gone_or_is_silent(
         wait_until(lambda: has_report(owner), 10)  # no process writes any more
         folder_of(owner).delete_tree()
         assert reporter.is_ended()
-    monkeypatch.setattr(reported, "BEAT_S", 1000.0)
-    monkeypatch.setattr(reported, "SILENT_S", 0.05)
+    monkeypatch.setattr(pool, "BEAT_S", 1000.0)
+    monkeypatch.setattr(pool, "SILENT_S", 0.05)
     with Owner(store) as owner, Reporter(folder_of(owner), 0) as reporter:
         wait_until(reporter.is_ended, 10)
 

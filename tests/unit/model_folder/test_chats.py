@@ -16,7 +16,7 @@ from trainer_lib.model_folder.chat import Chat
 from trainer_lib.model_folder.loaded import LoadedModel, load_model
 from trainer_lib.recipes.shared.model_places import new_causal_model
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.commands import chatting
+from trainflow.flows.cli.commands import predicting
 from trainflow.flows.cli.options import BareForm
 
 USER, ANSWER = {"role": "user", "content": "one?"}, {"role": "assistant", "content": "1"}
@@ -113,7 +113,7 @@ def test_lines_of_a_terminal_are_answered_and_obeyed(loaded: LoadedModel, capsys
             raise EOFError
         return line
 
-    chatting.converse(chat, terminal.console(), with_base=False, read=read)
+    predicting.converse(chat, terminal.console(), with_base=False, read=read)
     shown = capsys.readouterr().out
     assert [turn["content"] for turn in chat.turns[::2]] == ["two?"]
     assert chat.system == "long"
@@ -122,7 +122,7 @@ def test_lines_of_a_terminal_are_answered_and_obeyed(loaded: LoadedModel, capsys
 
 
 def test_the_command_answers_once(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ask: Any = chatting.chat
+    ask: Any = predicting.chat
     answer = ask.__wrapped__(BareForm(), address, prompt="one?", new_tokens=NEW, trust="any").to_dict()
     assert capsys.readouterr().out.strip() == answer["answer"]
     assert (answer["ok"], answer["whole"], answer["system"]) == (True, True, "brief")

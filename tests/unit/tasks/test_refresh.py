@@ -25,7 +25,7 @@ from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.refresh import current_key
+from trainflow.tasks.stage.rerun import current_key
 from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 
 DAY = MaxAge(timedelta(days=1), "refresh.prepare")
@@ -99,7 +99,7 @@ def test_the_way_to_the_newest_of_many_results_is_short_and_can_be_lost(
         looks.append(store)
         return commits.read_commit(store, kind=kind)
 
-    monkeypatch.setattr("trainflow.tasks.stage.refresh.read_commit", read)
+    monkeypatch.setattr("trainflow.tasks.stage.rerun.read_commit", read)
     assert current_key(KEY, clock.context(tmp_path)).digest == newest.key
     assert len(looks) == 1
     note = tmp_path / "refresh" / "prepare-data" / f"{KEY.folder}.json"

@@ -14,8 +14,7 @@ import pytest
 from tests.support import shared_sources, toy
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.errors import CodeError, ConfigError, GateError, Interrupted, Pruned, from_record
-from trainflow.flows.records.results import PipelineResult, StageOutcome
-from trainflow.flows.records.run_message import describe_run, tell_of_run
+from trainflow.flows.records.results import PipelineResult, StageOutcome, describe_run, tell_of_run
 from trainflow.flows.spec.checks import check_spec, find_measured
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 from trainflow.flows.spec.sweep_settings import Range
@@ -23,8 +22,8 @@ from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.keys.keys import metric_packages
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings.requirements import parse_requirement
-from trainflow.tasks.settings.runner_settings import RunnerSettings, check_runner
+from trainflow.tasks.settings.evaluate_settings import parse_requirement
+from trainflow.tasks.settings.prepare_settings import RunnerSettings, check_runner
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest

@@ -21,6 +21,7 @@ from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.protocol.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.trackers.mlflow.model_record import Flavor
+from trainflow.flows.reports.run_tracking import SystemLoad, parse_gpus
 from trainflow.tasks import evaluate
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
 from trainflow.tasks.keys.resolver import Resolver
@@ -32,7 +33,6 @@ from trainflow.tasks.stage import worker
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.tracking.system_load import SystemLoad, parse_gpus
 
 
 @pytest.fixture

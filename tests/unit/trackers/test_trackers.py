@@ -20,11 +20,11 @@ from tests.support.repository import ROOT
 from trainer_lib import JsonlCallback
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
-from trainer_lib.trackers.callback import TrackingCallback, numbers_only
 from trainer_lib.trackers.jsonl import JsonlTracker, LineFile
 from trainer_lib.trackers.mlflow.delivery import Delivery
 from trainer_lib.trackers.names import flatten_params, group_log, group_results, with_intervals
 from trainer_lib.trackers.spool import Session
+from trainer_lib.trackers.vendors import TrackingCallback, numbers_only
 
 
 # -- names and values -------------------------------------------------------------------------------------------------
@@ -261,7 +261,7 @@ def test_a_training_that_follows_a_failed_one_closes_that_first() -> None:
 def test_a_process_that_ends_in_the_middle_says_how(ending: str, status: str) -> None:
     code = f"""if 1:
         from types import SimpleNamespace
-        from trainer_lib.trackers.callback import TrackingCallback
+        from trainer_lib.trackers.vendors import TrackingCallback
         class Telling:
             def start(self, **kwargs): pass
             def close(self, status): print(status)

@@ -19,7 +19,7 @@ from tests.support.toys import Classifier, TokenModel, classification_rows, toke
 from tests.support.training import Note, assert_equal, final_state, logged, trained, trainer
 from trainer_lib import default_data_collator
 from trainer_lib.errors import ConfigError, MissingExtraError
-from trainer_lib.trackers.callback import TrackingCallback
+from trainer_lib.trackers.vendors import TrackingCallback
 
 ROWS = lm_rows(16)
 

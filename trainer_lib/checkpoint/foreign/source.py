@@ -33,7 +33,7 @@ import torch
 from torch import Tensor
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.checkpoint.foreign.recognise import TRANSFORMERS, recognise_folder
+from trainer_lib.checkpoint.catalogue import TRANSFORMERS, recognise_folder
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.rng import encode_state
 from trainer_lib.checkpoint.tensors import read_safetensors

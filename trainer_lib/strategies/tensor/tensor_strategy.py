@@ -31,8 +31,16 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.base import cannot_predict_alone
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
-from trainer_lib.strategies.tensor.layers import Change, Group, divide, divide_layers, exchange, plan_layers
-from trainer_lib.strategies.tensor.vocabulary import DividedLoss, find_divided_head
+from trainer_lib.strategies.tensor.layers import (
+    Change,
+    DividedLoss,
+    Group,
+    divide,
+    divide_layers,
+    exchange,
+    find_divided_head,
+    plan_layers,
+)
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments

@@ -21,7 +21,7 @@ from trainer_lib.trainer.overrides import is_set, own_classes
 from trainer_lib.trainer.weighting import CountedItems, LossScale, plain_items
 
 if TYPE_CHECKING:
-    from trainer_lib.strategies.tensor.vocabulary import DividedLoss
+    from trainer_lib.strategies.tensor.layers import DividedLoss
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
 

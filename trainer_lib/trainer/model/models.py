@@ -24,9 +24,9 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import suggestion
+from trainer_lib.distributed.precision import check_float8
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.strategies.recomputation import Recomputation, find_blocks
-from trainer_lib.trainer.model.float8 import check_float8
 from trainer_lib.trainer.overrides import parameters_of
 
 _ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")

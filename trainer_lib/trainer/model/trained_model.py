@@ -13,11 +13,11 @@ from torch import nn
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.loading.collators import IGNORED
+from trainer_lib.distributed.precision import use_float8
 from trainer_lib.errors import ConfigError, NonFiniteError
 from trainer_lib.evaluation import nested
 from trainer_lib.strategies.recomputation import Recomputation, save_memory
 from trainer_lib.trainer.model import models
-from trainer_lib.trainer.model.float8 import use_float8
 from trainer_lib.trainer.model.models import ModelFacts
 from trainer_lib.trainer.model.seeding import enable_full_determinism, set_seed
 

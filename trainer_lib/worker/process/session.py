@@ -29,7 +29,7 @@ from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_pee
 from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
 from trainer_lib.guard import GUARD, OWNER, Process, descendants, is_alive, send_signal
 from trainer_lib.launch.run_dir import WARM_SOCKET, RunDir
-from trainer_lib.protocol.recipe_failures import user_error
+from trainer_lib.protocol.recipe_functions import user_error
 from trainer_lib.protocol.requests import Request, read_request
 
 # A rank's flight recorder, written where the launch's owner asks for stacks: which collectives it has entered.

@@ -1,5 +1,6 @@
-"""Stages that run again once their result has reached an age (`refresh: {prepare: 1d}` in a spec).
+"""Stages that run again although their result is committed: it is too old, or the publication it made is gone.
 
+Too old is what has reached the age of a spec's `refresh: {prepare: 1d}`.
 A result is never replaced in its place, because another run may just be reading it. The key of the next one says which
 result it follows:
 
@@ -23,14 +24,18 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import DamagedError, StorageError
+from trainer_lib.errors import ConfigError, DamagedError, StorageError
+from trainer_lib.hub.transport import open_hub
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit
-from trainflow.tasks.configs import MaxAge
+from trainflow.tasks.configs import MaxAge, PublishConfig
 from trainflow.tasks.keys.keys import REFRESH, StageKey
+from trainflow.tasks.stage import progress as _progress
 
 if TYPE_CHECKING:
     from trainflow.tasks.stage.context import StageContext
+    from trainflow.tasks.stage.facts import PublishFacts
+    from trainflow.tasks.stage.manifest import StageManifest
 
 _FOLDER = "refresh"
 _LIMIT = 4096
@@ -97,3 +102,31 @@ def _time_of_commit(key: StageKey, storage: str) -> datetime | None:
 
 def _notes(storage: str, key: StageKey) -> tuple[Store, str]:
     return Store.open(storage).child(_FOLDER, key.stage), f"{key.first.folder}.json"
+
+
+def publication_target(config: PublishConfig, context: StageContext) -> str:
+    """The address that the pipeline publishes to: that of the spec, else a folder below the storage."""
+    # The key has its own form of this, without the storage's path (`publish_key`).
+    return config.to or Store.open(context.storage).child("hub", context.name).url
+
+
+def find_publication_problem(
+    config: PublishConfig, context: StageContext, manifest: StageManifest[PublishFacts]
+) -> str | None:
+    """The damage of an earlier publication; None if it is intact, or if its hub cannot be reached.
+
+    A publication that was found intact is not read again by the same command.
+    """
+    facts, to = manifest.facts, publication_target(config, context)
+
+    def look() -> str | None:
+        hub = open_hub(to, revision=config.revision, private=config.private)
+        try:
+            is_there = hub.holds(facts.revision, facts.published_digest)
+        except (StorageError, ConfigError) as error:  # the manifest is trusted
+            message = f"{to} could not be asked whether the publication is still there: {error.message}"
+            _progress.publish({"event": "warning", "stage": manifest.stage, "message": message})
+            return None
+        return None if is_there else f"{facts.published_url} is gone, or not as it was published"
+
+    return context.resolver.inspect_once(("publication", to, facts.revision, facts.published_digest), look)
