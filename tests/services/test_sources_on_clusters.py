@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +23,6 @@ from tests.support.launched import wait_until
 from tests.support.ray_cluster import VARIABLES, RayCluster
 from tests.support.repository import ROOT
 from tests.support.shared_sources import SOURCES, calls, data_of, project
-from trainer_lib.errors import ConfigError
 from trainer_lib.locks.lease import Holder
 
 pytestmark = pytest.mark.timeout(400)
@@ -234,13 +232,3 @@ def test_without_an_address_a_cluster_is_started_and_ended(tmp_path: Path) -> No
     assert done.code == 0, done.err + done.out
     assert "warning" not in done.err + done.out
     assert data_of(folder / "store") == data_of_one_process(folder)
-
-
-def test_an_api_on_loopback_is_refused_where_other_machines_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainflow.tasks.runners import clusters
-
-    loopback = SimpleNamespace(value=lambda: "http://127.0.0.1:4200/api")
-    monkeypatch.setattr(clusters, "PREFECT_API_URL", loopback)
-    clusters.require_api([])
-    with pytest.raises(ConfigError, match="cannot be reached from node7"):
-        clusters.require_api(["node7"])
