@@ -12,12 +12,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_layouts import HEADS, MODELS, RAGGED, ROWS, mixtral, mixture, qwen
+from tests.distributed.test_layouts import HEADS, MODELS, mixtral, mixture, qwen
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
-from tests.support.training import StopAt, losses, train_in_parts, trainer
+from tests.support.training import LOGGED, StopAt, losses, train_in_parts, trainer
 from trainer_lib import Trainer
 from trainer_lib.errors import Preempted
+
+ROWS = lm_rows(22)
+#: The last of three steps of an epoch has 6 rows; a training that is stopped at the second continues past it.
+RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -26,9 +26,10 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
 from trainer_lib.worker.estimate import _gathered_bytes
 
-ROWS = lm_rows(22)
-#: 22 rows with unequal token counts in global batches of 8: the last step of an epoch has 6.
-RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
+COUNT = 14
+ROWS = lm_rows(COUNT)
+#: 14 rows with unequal token counts in global batches of 8: the second step has 6, the third begins another epoch.
+RAGGED: dict[str, Any] = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
 HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
 LAYOUTS: dict[str, dict[str, int]] = {
     "tensor 4": {"tensor": 4},
@@ -161,7 +162,7 @@ def trained(
     """Losses and norms of a training, an evaluation and predictions after it, and what this rank held."""
     made: Any = MODELS[model]()
     asked = {} if layout is None else {"parallelism": dict(layout)}
-    one = trainer(folder, lm_rows(22, length=length), model=made, **{**RAGGED, **given, **asked})
+    one = trainer(folder, lm_rows(COUNT, length=length), model=made, **{**RAGGED, **given, **asked})
     one.train()
     measured = lm_rows(9, seed=3, length=length)
     metrics, predicted = one.evaluate(measured), one.predict(measured).predictions
@@ -187,6 +188,11 @@ def several(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, dict[
     return {name: trained(f"{folder}/{number}", **given) for number, (name, given) in enumerate(cases.items())}
 
 
+def in_two(sizes: Mapping[str, int]) -> dict[str, int]:
+    """The setting with which every process takes two micro-batches in a step: what they exchange is what takes time."""
+    return {"per_device_train_batch_size": 4 // (sizes.get("replicate", 1) * sizes.get("shard", 1))}
+
+
 def close(one: dict[str, Any], alone: dict[str, Any]) -> None:
     assert one["losses"] == pytest.approx(alone["losses"], rel=2e-6)
     assert one["norms"] == pytest.approx(alone["norms"], rel=2e-6)
@@ -205,7 +211,7 @@ COUNTED: dict[str, Any] = {"include_num_input_tokens_seen": "all"}
 
 def test_layouts_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
     alone = trained(str(tmp_path / "alone"), **COUNTED)
-    cases = {name: {"layout": sizes, **COUNTED} for name, sizes in LAYOUTS.items()}
+    cases = {name: {"layout": sizes, **in_two(sizes), **COUNTED} for name, sizes in LAYOUTS.items()}
     ranks = run_distributed(several, 4, str(tmp_path / "four"), cases, timeout_s=180)
     for results in ranks:
         for one in results.values():
@@ -233,7 +239,7 @@ def test_what_a_training_asks_for_is_served_in_divided_layers(tmp_path: Path) ->
     }
     for sizes in ({"tensor": 2}, {"tensor": 2, "shard": 2}):
         cases = {
-            name: {**given, "layout": {**sizes, **({"plan": PLAN} if name == "network" else {})}}
+            name: {**in_two(sizes), **given, "layout": {**sizes, **({"plan": PLAN} if name == "network" else {})}}
             for name, given in more.items()
         }
         ranks = run_distributed(several, 2 * sizes.get("shard", 1), str(tmp_path / str(sizes)), cases, timeout_s=180)
@@ -257,7 +263,7 @@ def counted(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, float
         counter = CallCounter()
         callback = TrainerCallback()
         callback.on_step_end = lambda *_, count=counter, **__: count.stamp()  # type: ignore[method-assign]
-        one = trainer(folder, lm_rows(80), model=llama(**HEADS), max_steps=16, callbacks=[callback], **given)
+        one = trainer(folder, lm_rows(80), model=llama(**HEADS), max_steps=8, callbacks=[callback], **given)
         try:
             one.train()
         finally:
@@ -337,18 +343,21 @@ DIVIDED_TOKENS: dict[str, dict[str, Any]] = {
     "windows": {"model": "windows"},
     **{name: ASKED[name] for name in ("smoothed", "recomputed", "unclipped")},
 }
+#: What shards could change: when gradients are exchanged, what is gathered twice, which rows a loss is a mean of.
+IN_SHARDS = ("accumulated", "own loss", "tied", "one head of keys", "recomputed")
 
 
 def test_divided_tokens_have_the_losses_and_weights_of_one_process(tmp_path: Path) -> None:
     expected = several(str(tmp_path / "alone"), DIVIDED_TOKENS)
     groups: dict[int, list[tuple[str, dict[str, int]]]] = {
         2: [(name, {"sequence": 2}) for name in DIVIDED_TOKENS],
-        4: [(name, {"shard": 2, "sequence": 2}) for name in DIVIDED_TOKENS],
+        4: [(name, {"shard": 2, "sequence": 2}) for name in IN_SHARDS],
     }
-    for sizes in ({"replicate": 2, "sequence": 2}, {"sequence": 4}):
-        groups[4] += [(name, sizes) for name in ("one head of keys", "own loss")]
+    groups[4] += [("own loss", {"replicate": 2, "sequence": 2}), ("one head of keys", {"sequence": 4})]
     for world, pairs in groups.items():
-        cases = {f"{name} in {sizes}": {**DIVIDED_TOKENS[name], "layout": sizes} for name, sizes in pairs}
+        cases = {
+            f"{name} in {sizes}": {**in_two(sizes), **DIVIDED_TOKENS[name], "layout": sizes} for name, sizes in pairs
+        }
         for results in run_distributed(several, world, str(tmp_path / str(world)), cases, timeout_s=180):
             for (name, sizes), one in zip(pairs, results.values(), strict=True):
                 close(one, expected[name])
@@ -359,13 +368,13 @@ def test_divided_tokens_have_the_losses_and_weights_of_one_process(tmp_path: Pat
 
 
 class FromSources(list[Any]):
-    mixture = Mixture({"a": 10, "b": 12}, {}, [Piece(0, {"a": 0.5, "b": 0.5})])
+    mixture = Mixture({"a": 6, "b": 8}, {}, [Piece(0, {"a": 0.5, "b": 0.5})])
 
 
 def by_source(folder: str, sizes: dict[str, int] | None) -> list[dict[str, float]]:
     """The logged losses of both sources."""
-    rows = FromSources({**row, "source": "a" if place < 10 else "b"} for place, row in enumerate(lm_rows(22, length=7)))
-    one = trainer(folder, rows, model=llama(**HEADS), **RAGGED, parallelism=sizes)
+    rows = [{**row, "source": "a" if place < 6 else "b"} for place, row in enumerate(lm_rows(COUNT, length=7))]
+    one = trainer(folder, FromSources(rows), model=llama(**HEADS), **RAGGED, parallelism=sizes)
     one.train()
     return [{name: log[name] for name in ("loss_a", "loss_b")} for log in one.state.log_history if "loss" in log]
 
@@ -424,7 +433,7 @@ def draws(folder: str) -> tuple[list[float], list[float], float]:
 
 def other_samples(folder: str) -> str:
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else int(os.environ["RANK"])
-    rows = lm_rows(22, seed=int(rank == 3))
+    rows = lm_rows(COUNT, seed=int(rank == 3))
     one = trainer(folder, rows, model=llama(**HEADS), **RAGGED, parallelism={"tensor": 2, "shard": 2})
     with pytest.raises(DataError) as caught:
         one.train()
@@ -468,10 +477,16 @@ PARTS: dict[str, dict[str, tuple[Callable[[], Any], dict[str, Any], float]]] = {
 }
 
 
+#: Left out in shards, where "frozen" and "bf16" of layers show the same.
+ALIKE_IN_SHARDS = {("tensor", "frozen norms"), ("expert", "bf16")}
+
+
 def generating(folder: str, world: int) -> dict[tuple[str, str], tuple[list[float], list[list[int]]]]:
     """Losses and norms of trainings, and the tokens that the model generates afterwards."""
     out = {}
     for kind, name in ((kind, name) for kind, parts in PARTS.items() for name in parts):
+        if world == 4 and (kind, name) in ALIKE_IN_SHARDS:
+            continue
         model, given, _ = PARTS[kind][name]
         sizes = {1: None, 2: {kind: 2}, 4: {"shard": 2, kind: 2}}[world]
         one = trainer(f"{folder}/{kind} {name}", ROWS, model=model(), **{**RAGGED, **given}, parallelism=sizes)
@@ -486,9 +501,10 @@ def test_divided_parts_generate_and_train_in_bf16_clipped_and_frozen(tmp_path: P
     expected = generating(str(tmp_path / "alone"), 1)
     for world in (2, 4):
         for found in run_distributed(generating, world, str(tmp_path / str(world)), world, timeout_s=180):
-            for (kind, name), (trained, made) in expected.items():
-                assert found[kind, name][0] == pytest.approx(trained, rel=PARTS[kind][name][2]), (kind, name)
-                assert found[kind, name][1] == made, (kind, name)
+            assert len(found) == len(expected) - (len(ALIKE_IN_SHARDS) if world == 4 else 0)
+            for (kind, name), (trained, made) in found.items():
+                assert trained == pytest.approx(expected[kind, name][0], rel=PARTS[kind][name][2]), (kind, name)
+                assert made == expected[kind, name][1], (kind, name)
 
 
 #: The model, of which some answers end before others, what divides it, and whether ranks may have other prompts.
