@@ -7,6 +7,8 @@ import json
 import os
 import random
 import re
+import runpy
+import shlex
 import shutil
 import signal
 import subprocess
@@ -25,84 +27,73 @@ from tests.support.repository import ROOT
 from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
 
 pytestmark = pytest.mark.timeout(900)
-WINE = "trainflow init wine --quiet && mv wine/* ."
+# What workers do is in test_digits.py.
+HERE = [f"{stage}.launch=in_process" for stage in ("prepare", "train", "evaluate", "predict")]
 
 
 @dataclass(frozen=True)
 class Page:
-    """How a page is done: what its reader has done already, and text of the page -> what stands for it here."""
+    """How a page is done: what its reader has, and text of the page -> what stands for it here."""
 
-    before: tuple[str, ...] = (WINE,)
+    elsewhere: str = ""
+    """The test that runs what the page is about; here its settings are understood."""
+    wine: bool = True
+    """Whether its reader has a project already."""
     read_as: Mapping[str, str] = field(default_factory=dict)
 
 
 PAGES = {
-    "csv": Page(before=()),
+    "conversations": Page("tests/unit/recipes/test_conversations.py", False, {"chats.jsonl": "points.csv"}),
+    "csv": Page(wine=False),
+    "debug": Page("tests/flows/test_cli.py"),
+    "finetune": Page("tests/flows/test_new_projects.py", wine=False),
     "gpus": Page(),
-    "own-data": Page(before=(), read_as={"def prepare(": "def build_model(options, data): ...\n\n\ndef prepare("}),
+    "machines": Page("tests/distributed/test_launch_nodes.py", read_as={"processes: 4": "processes: 1"}),
+    "own-data": Page(wine=False, read_as={"def prepare(": "def build_model(options, data): ...\n\n\ndef prepare("}),
+    "own-model": Page("tests/flows/test_pipeline.py"),
     "packing": Page(),
+    "predict": Page("tests/processes/test_new_rows.py"),
     "publish": Page(read_as={"hf://organisation/digits": "models"}),
-}
-# Pages whose commands are run elsewhere: here their settings are understood.
-ELSEWHERE = {
-    "conversations": (
-        "tests/unit/recipes/test_conversations.py",
-        Page(before=(), read_as={"chats.jsonl": "points.csv"}),
-    ),
-    "debug": ("tests/flows/test_cli.py", Page()),
-    "finetune": ("tests/flows/test_new_projects.py", Page(before=())),
-    "machines": ("tests/distributed/test_launch_nodes.py", Page(read_as={"processes: 4": "processes: 1"})),
-    "own-model": ("tests/flows/test_pipeline.py", Page()),
-    "predict": ("tests/processes/test_new_rows.py", Page()),
-    "register": ("tests/services/test_mlflow_registry.py", Page()),
-    "resume": ("tests/e2e/test_kill_resume.py", Page()),
-    "s3": ("tests/flows/test_pipeline_runs.py", Page(read_as={"s3://bucket/project": "store"})),
-    "schedule": ("tests/e2e/test_deployments.py", Page()),
-    "tune": ("tests/flows/test_sweep.py", Page()),
+    "register": Page("tests/services/test_mlflow_registry.py"),
+    "resume": Page("tests/e2e/test_kill_resume.py"),
+    "s3": Page("tests/flows/test_pipeline_runs.py", read_as={"s3://bucket/project": "store"}),
+    "schedule": Page("tests/e2e/test_deployments.py"),
+    "tune": Page("tests/flows/test_sweep.py"),
 }
 
 
 def test_every_page_is_done_and_what_stands_for_something_else_is_there() -> None:
-    known = {**PAGES, **{name: page for name, (_, page) in ELSEWHERE.items()}}
-    assert {path.stem for path in (ROOT / "docs" / "howto").glob("*.md")} == set(known)
-    assert [test for test, _ in ELSEWHERE.values() if not (ROOT / test).exists()] == []
-    for name, page in known.items():
+    assert {path.stem for path in (ROOT / "docs" / "howto").glob("*.md")} == set(PAGES)
+    assert [page.elsewhere for page in PAGES.values() if not (ROOT / page.elsewhere).exists()] == []
+    for name, page in PAGES.items():
         text = "".join(block.text for block in blocks(f"howto/{name}.md"))
         assert [old for old in page.read_as if old not in text] == []
 
 
+@pytest.fixture(scope="module")
+def wine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The project that `trainflow init wine` makes."""
+    from trainflow.flows.new_project.starting import write_project
+
+    folder = tmp_path_factory.mktemp("new") / "wine"
+    write_project(folder, "tabular-classification")
+    return folder
+
+
+@pytest.mark.usefixtures("prefect_server")
 @pytest.mark.parametrize("name", PAGES)
-def test_a_page_does_what_it_says(name: str, tmp_path: Path) -> None:
-    project = Project(tmp_path / "project")
-    for command in PAGES[name].before:
-        project.run(command)
-    found = [read(block, PAGES[name]) for block in blocks(f"howto/{name}.md")]
-    for block in found:
+def test_a_page_does_what_it_says(name: str, tmp_path: Path, wine: Path, cli: Cli) -> None:
+    page = PAGES[name]
+    project = Project(tmp_path / "project", cli)
+    if page.wine:
+        shutil.copytree(wine, project.folder, dirs_exist_ok=True)
+    done = [read(block, page) for block in blocks(f"howto/{name}.md")]
+    for block in done:
         project.take(block)
-    for command in [command for block in found for command in typed(block)]:
-        project.run(command)
-
-
-@pytest.mark.parametrize("name", ELSEWHERE)
-def test_the_settings_of_a_page_are_understood(name: str, tmp_path: Path, cli: Cli) -> None:
-    _, page = ELSEWHERE[name]
-    project = Project(tmp_path / "project")
-    if page.before:
-        assert cli("init", tmp_path / "wine", "--quiet").code == 0
-        shutil.copytree(tmp_path / "wine", project.folder, dirs_exist_ok=True)
-    for block in blocks(f"howto/{name}.md"):
-        project.take(read(block, page))
     if (project.folder / "pipeline.yaml").exists():
-        understood = cli("why", cwd=project.folder)
-        assert understood.code == 0, understood.err
-
-
-def typed(block: Block) -> list[str]:
-    """What is done with a block: its commands, or the program itself."""
-    if block.language == "console":
-        return block.commands
-    is_program = block.language == "python" and not block.text.startswith("# recipe.py")
-    return [f"python - <<'END'\n{block.text}END"] if is_program else []
+        project.run("trainflow why pipeline.yaml")
+    for command in [command for block in done if not page.elsewhere for command in block.commands]:
+        project.run(command)
 
 
 def read(block: Block, page: Page) -> Block:
@@ -116,8 +107,9 @@ def read(block: Block, page: Page) -> Block:
 class Project:
     """A folder in which commands are run."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cli: Cli) -> None:
         self.folder = folder
+        self.cli = cli
         self.scratch = folder.parent / "scratch"
         folder.mkdir()
         self.scratch.mkdir()
@@ -143,13 +135,26 @@ class Project:
         spec = parse_yaml(path.read_text()) if path.exists() else {"name": "howto", "recipe": "recipe.py"}
         path.write_text(dump_yaml(_merged(spec, parse_yaml(text))))
 
-    def run(self, command: str) -> None:
-        """Run a command as a shell does."""
+    def run(self, line: str) -> None:
+        """Run a line as a shell does, but trainflow in this process."""
+        folder = self.folder
+        for command in line.split(" && "):
+            program, *words = shlex.split(command)
+            if program == "cd":
+                folder /= words[0]
+            elif program == "trainflow":
+                done = self.cli(*words, *(HERE if words[0] == "run" else []), cwd=folder)
+                assert done.code == 0, f"$ {command}\n{done.out}{done.err}"
+                assert "Traceback" not in done.err
+            else:
+                self.run_in_shell(command, folder)
+
+    def run_in_shell(self, command: str, folder: Path) -> None:
         path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
         done = subprocess.run(
             ["bash", "-e", "-c", command],
-            cwd=self.folder,
-            env={**os.environ, "PATH": path, "TMPDIR": str(self.scratch)},  # --debug leaves files there, on purpose
+            cwd=folder,
+            env={**os.environ, "PATH": path, "TMPDIR": str(self.scratch)},
             capture_output=True,
             text=True,
             timeout=600,
@@ -249,14 +254,15 @@ def test_every_command_of_the_tutorial_does_what_the_page_shows(tmp_path: Path) 
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_snippet_runs_as_it_is(tmp_path: Path) -> None:
+def test_the_snippet_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     (snippet,) = [block for block in re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL) if "Trainer(Line()" in block]
-    for _ in range(2):  # the second time it goes on from the last checkpoint
-        done = subprocess.run(
-            [sys.executable, "-c", snippet], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert float(done.stdout.splitlines()[-1]) < 1e-6
+    (tmp_path / "snippet.py").write_text(snippet)
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):  # the second time it resumes from the last checkpoint
+        runpy.run_path("snippet.py", run_name="__main__")
+        assert float(capsys.readouterr().out.splitlines()[-1]) < 1e-6
 
 
 def test_the_pictures_are_small() -> None:
