@@ -7,13 +7,13 @@ CONSTRAINTS ?= constraints.txt
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-# Test processes of `make test`: one more than cores, since tests of whole runs wait for servers and for processes.
+# Test processes of what runs without Prefect: one more than cores, since tests wait for servers and for processes.
 TESTERS ?= $(shell expr $(CORES) + 1)
 CORES := $(shell $(PYTHON) -c 'import os; print(min(2, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()))')
 FUZZ_CASES ?= 1000
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo unit unit-lowest test slow test-and-slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
+.PHONY: help install demo unit unit-lowest bare prefect test slow test-and-slow nightly clients benchmarks gpu mutants check docs chaos chaos-pipeline fuzz format clean
 
 help:  ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -43,28 +43,32 @@ unit-lowest:  ## Run the unit tests on the oldest versions that pyproject.toml a
 	@PYTEST_ADDOPTS="--deselect $(RECORDED)" $(MAKE) unit VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
-# may hang. Both always run. Rooms with the longest files come first, so that no worker is left alone with one at the end.
+# may hang. They go on at the same time: while one waits for servers and processes, the other one computes. Rooms with
+# the longest files come first, so that no worker is left alone with one at the end.
 BARE := tests/services tests/processes tests/distributed tests/resume tests/contracts tests/unit
 PREFECT := tests/e2e tests/flows
 
 # $(call run_both,MARKERS)
-define run_both
-	@failed=0; \
-	$(PYTEST) -n $(TESTERS) -m "$(1)" $(BARE) || failed=1; \
-	$(PYTEST) -n $(TESTERS) -m "$(1)" $(PREFECT) || failed=1
-endef
+run_both = $(MAKE) --no-print-directory --keep-going --jobs 2 bare prefect MARKERS="$(1)"
+
+bare:
+	@$(PYTEST) -n $(TESTERS) -m "$(MARKERS)" $(BARE)
+
+prefect:
+	@shown=$$(mktemp); $(PYTEST) -n $(CORES) -m "$(MARKERS)" $(PREFECT) >$$shown 2>&1; ended=$$?; cat $$shown; rm $$shown; exit $$ended
 
 test: install  ## Run the tests of every change (about four minutes on two quiet cores)
-	$(call run_both,not slow and not nightly); exit $$failed
+	@$(call run_both,not slow and not nightly)
 
 slow: install  ## Run more: kills, several machines, servers, whole pipelines (some eight minutes; tests/slow.txt)
-	$(call run_both,slow); exit $$failed
+	@$(call run_both,slow)
 
 test-and-slow: install  ## Run both, as CI does: every test file is imported and every server started once
-	$(call run_both,not nightly); exit $$failed
+	@$(call run_both,not nightly)
 
 nightly: install  ## Run what CI leaves out: the longest tests, the lowest versions, client libraries, benchmarks (an hour)
-	$(call run_both,nightly); \
+	@failed=0; \
+	$(call run_both,nightly) || failed=1; \
 	$(MAKE) unit-lowest || failed=1; \
 	$(MAKE) clients || failed=1; \
 	$(MAKE) benchmarks || failed=1; \
