@@ -53,33 +53,34 @@ build_model = prepare
 """
 
 
+# The first start exits, the second crashes.
+LOST_TWICE = "ctypes.string_at(0) if Path(__file__).with_name('started').read_text().count('1') > 1 else os._exit(3)"
 EXITED = "Rank 1 ended with exit code 3 and recorded no reason."
 SEGFAULT = "Rank 1 was killed by SIGSEGV (11)."
 FULL = "No space left: [Errno 28] No space left on device"
 
 
 @pytest.mark.parametrize(
-    ("what", "expected", "says", "restarts", "starts"),
+    ("what", "expected", "says", "warnings"),
     [
-        ("os._exit(3)", InfrastructureError, EXITED, 1, 2),
-        ("ctypes.string_at(0)", InfrastructureError, SEGFAULT, 0, 1),
-        ("raise OSError(28, 'No space left on device')", StorageFullError, FULL, 1, 1),
+        (LOST_TWICE, InfrastructureError, SEGFAULT, [f"{EXITED} Starting again (1 of 1)."]),
+        ("raise OSError(28, 'No space left on device')", StorageFullError, FULL, []),
     ],
+    ids=["lost, while a restart is left and then", "a full disk"],
 )
 def test_what_is_done_to_one_rank_comes_back_typed(
-    what: str, expected: type[TrainflowError], says: str, restarts: int, starts: int, tmp_path: Path
+    what: str, expected: type[TrainflowError], says: str, warnings: list[str], tmp_path: Path
 ) -> None:
     heard: list[dict[str, Any]] = []
-    config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, max_restarts=restarts)
+    config = LaunchConfig(kind="torchrun", processes=2, grace_s=2.0, max_restarts=1)
     asked: Request[Any] = request(tmp_path, RECIPE.format(what=what))
     with pytest.raises(TrainflowError) as caught:
         launch(asked, config, env={}, on_line=lambda line: None, on_event=heard.append)
     error = caught.value
     assert (type(error), error.message, error.rank) == (expected, says, 1)
     assert error.remedy
-    assert (tmp_path / "started").read_text().split().count("1") == starts
-    warnings = [event["message"] for event in heard if event["event"] == "warning"]
-    assert warnings == [f"{says} Starting again (1 of 1)."] * (starts - 1)
+    assert (tmp_path / "started").read_text().split().count("1") == len(warnings) + 1
+    assert [event["message"] for event in heard if event["event"] == "warning"] == warnings
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:
@@ -137,46 +138,38 @@ def test_a_script_under_torchrun_is_told_what_failed_not_only_that_it_did(tmp_pa
 SLOW = {"OMP_NUM_THREADS": "1", "STEP_S": "0.05"}
 
 
-def noticed(asked: Any, notice: Path, at: int) -> TrainflowError:
-    """The failure of a launch on two processes whose notice is given when step `at` is reported."""
-
-    def give(event: dict[str, Any]) -> None:
-        if event.get("step", 0) >= at:
-            notice.touch()
-
-    config = LaunchConfig(kind="torchrun", processes=2, grace_s=20.0)
-    with pytest.raises(TrainflowError) as caught:
-        launch(asked, config, env=SLOW, on_line=lambda line: None, on_event=give)
-    return caught.value
-
-
-def test_a_file_ends_it_saved_and_the_same_request_continues(
+def test_a_file_and_slurms_signal_end_it_saved_and_the_same_request_continues(
     tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str
 ) -> None:
+    """The file ends the first training, Slurm's signal to every process the second; the third reaches the end."""
     notice, output = tmp_path / "notice", tmp_path / "train"
-    preemption = Preemption(file=str(notice), every_s=0.1)
-    asked = replace(tiny.train_request(tmp_path, prepared_data, str(output), save_steps=500), preemption=preemption)
-    error = noticed(asked, notice, 3)
-    assert type(error) is PreemptedByNotice
+
+    def give(event: dict[str, Any]) -> None:
+        if event.get("step", 0) >= 3:
+            notice.touch()
+
+    asked = tiny.train_request(tmp_path, prepared_data, str(output), save_steps=500)
+    noticed = replace(asked, preemption=Preemption(file=str(notice), every_s=0.1))
+    config = LaunchConfig(kind="torchrun", processes=2, grace_s=20.0)
+    with pytest.raises(PreemptedByNotice) as caught:
+        launch(noticed, config, env=SLOW, on_line=lambda line: None, on_event=give)
+    error = caught.value
     assert (error.exit_code, error.retryable) == (19, False)
     assert error.message.startswith(f"This machine is about to be taken away (the file {notice} is there). Stopped")
     assert checkpoints(output / "checkpoints") == [error.step]
-    # A notice that is there before training begins ends it at the next step.
-    again = noticed(asked, notice, 1)
-    assert isinstance(again, PreemptedByNotice) and again.step is not None and error.step is not None
-    assert error.step < again.step <= error.step + 5
-    notice.unlink()
+    signaled = signal_every_process(replace(asked, args={**asked.args, "save_steps": 2}), tmp_path, output)
+    assert signaled.step is not None and error.step is not None and signaled.step > error.step
     result = tiny.run(asked, processes=2, kind="torchrun")
-    assert result.resumed_from == again.step
+    assert result.resumed_from == signaled.step
     assert tiny.weights(str(output)) == uninterrupted_weights
 
 
-def test_slurms_signal_to_every_process_saves(tmp_path: Path, prepared_data: PreparedData) -> None:
-    output = tmp_path / "train"
-    asked = tiny.train_request(tmp_path, prepared_data, str(output), save_steps=2)
-    owner = Owner(tmp_path, asked, kind="torchrun", processes=2, grace_s=20.0, env=SLOW)
+def signal_every_process(asked: Any, folder: Path, output: Path) -> TrainflowError:
+    """The end of a training whose processes all get Slurm's notice after its first save."""
+    before = checkpoints(output / "checkpoints")
+    owner = Owner(folder, asked, kind="torchrun", processes=2, grace_s=20.0, env=SLOW)
     try:
-        wait_until(lambda: bool(checkpoints(output / "checkpoints")), 60)
+        wait_until(lambda: checkpoints(output / "checkpoints") != before, 60)
         for process in owner.tree():
             process.send_signal(signal.SIGUSR2)
         owner.process.wait(timeout=60)
@@ -186,3 +179,14 @@ def test_slurms_signal_to_every_process_saves(tmp_path: Path, prepared_data: Pre
         owner.close()
     assert type(error) is Preempted, error
     assert error.step in checkpoints(output / "checkpoints")
+    return error
+
+
+def test_a_notice_that_is_there_before_training_begins_ends_it_at_once(
+    tmp_path: Path, prepared_data: PreparedData
+) -> None:
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"), save_steps=500)
+    (notice := tmp_path / "notice").touch()
+    with pytest.raises(PreemptedByNotice) as caught:
+        tiny.run(replace(asked, preemption=Preemption(file=str(notice), every_s=0.1)), SLOW, kind="in_process")
+    assert caught.value.step is not None and caught.value.step <= 5

@@ -101,6 +101,8 @@ def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server
     deployed = deploy(server, spec, *SHORT, *IN_PROCESS, "--pool", "main", "--interval", "8")
     assert deployed.code == 0, deployed.err
     assert "Deployed pipeline/toy to the work pool main: every 8 s." in deployed.out
+    wait_for("the second start", lambda: len(server.runs("toy", "RUNNING", "COMPLETED")) > 1, 240)
+    server.api("PATCH", f"deployments/{server.deployment('toy')['id']}", {"paused": True})  # no third one
     wait_for("two runs that complete", lambda: len(server.runs("toy", "COMPLETED")) > 1, 240)
     assert {run["auto_scheduled"] for run in server.runs("toy", "COMPLETED")} == {True}
     # The worker's log has what a terminal shows at the end of each run.
