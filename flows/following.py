@@ -173,7 +173,8 @@ class Watch:
         if self.is_settling:
             return None
         if not status.is_at_work:
-            return Ending(status.state, f"{_ENDS[status.state]}{_words(status)}")
+            where = f" ({status.where})" if status.where else ""
+            return Ending(status.state, f"{_ENDS[status.state]}{where}")
         return Ending("silent", _ENDS["silent"]) if self._is_silent(status) else None
 
     def _is_silent(self, status: RunStatus) -> bool:
@@ -191,10 +192,6 @@ def _may_still_save(status: RunStatus) -> bool:
         return 0 <= (datetime.now(UTC) - beat).total_seconds() < SETTLE_S
     except (ValueError, TypeError):
         return False
-
-
-def _words(status: RunStatus) -> str:
-    return f" ({status.where})" if status.where else ""
 
 
 OUTAGES = 30

@@ -54,7 +54,7 @@ def name_run(spec: PipelineSpec, run_id: str) -> str:
     settings = flat_settings(spec.to_record())
     try:
         taken = [int(name.partition(".")[0]) for name in folder.children() if name.partition(".")[0].isdigit()]
-        first = _read(folder, min(taken)) if taken else {}
+        first = parse_record(folder.read_if_exists(f"{min(taken)}.json", limit=_LIMIT)) if taken else {}
         short = describe_settings(first.get("settings") or settings, settings)
         next_one = max(taken, default=0) + 1
         for number in range(next_one, next_one + _TRIES):
@@ -111,7 +111,3 @@ def _flat(value: Any, name: str) -> Iterable[tuple[str, Any]]:
             yield from _flat(inner, f"{name}.{key}")
     elif value is not None:
         yield name, value
-
-
-def _read(folder: Store, number: int) -> dict[str, Any]:
-    return parse_record(folder.read_if_exists(f"{number}.json", limit=_LIMIT))

@@ -89,15 +89,12 @@ def _keyed_path(text: str, folder: str, context: StageContext) -> dict[str, str]
         below = path.relative_to(source).as_posix()
         return {**found, "below": below} if below != "." else dict(found)
     # A template is a part of the settings: what it says decides, as if it stood there.
-    content = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if _is_template(path) else {}
+    is_template = path.suffix == ".jinja" and path.is_file()
+    content = {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()} if is_template else {}
     if path.is_relative_to(folder):
         return {"path": path.relative_to(folder).as_posix(), **content}
     # An absolute path stays what was written; so does one above the folder, which names the same place elsewhere.
     return {"path": Path(text).as_posix(), **content}
-
-
-def _is_template(path: Path) -> bool:
-    return path.suffix == ".jinja" and path.is_file()
 
 
 def declared_paths(code: Code, functions: Mapping[str, int]) -> dict[str, Any]:

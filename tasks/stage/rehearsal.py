@@ -172,13 +172,10 @@ def probe_training(
     finally:
         Store.open(context.storage).delete_tree(folder)
     whole = time.monotonic() - started
-    evaluation = (found.evaluation_row_s or 0.0) * min(request.rows, _rows(data, request.eval_split))
+    rows = data.facts.splits[request.eval_split].rows if request.eval_split else 0
+    evaluation = (found.evaluation_row_s or 0.0) * min(request.rows, rows)
     known = PROBED_STEPS * found.step_s + found.warm_up_s + evaluation + (found.save_s or 0.0)
     return replace(found, overhead_s=max(0.0, whole - known))
-
-
-def _rows(data: StageManifest[PrepareFacts], split: str | None) -> int:
-    return 0 if split is None else data.facts.splits[split].rows
 
 
 def _fields(

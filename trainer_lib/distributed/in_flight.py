@@ -46,10 +46,6 @@ def share(array: np.ndarray[Any, Any]) -> torch.Tensor:
     return remember(torch.from_numpy(array))
 
 
-def _group_stands() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
 def wait_until_released(timeout_s: float) -> bool:
     """Wait until no thread holds a remembered tensor, at most `timeout_s` seconds; return whether that is so."""
     if not _any_collective:
@@ -64,8 +60,8 @@ def wait_until_released(timeout_s: float) -> bool:
             _recent.pop()
         elif time.monotonic() >= began + timeout_s:
             return False
-        elif not is_collected and time.monotonic() >= began + _LATE_S and _group_stands():
-            # The frames of an error that is over may hold it in a cycle. The group still stands, so none ends here.
+        elif not is_collected and time.monotonic() >= began + _LATE_S and dist.is_available() and dist.is_initialized():
+            # The frames of an error that is over may hold it in a cycle. No group ends here: it is still initialized.
             is_collected = True
             gc.collect()
         else:

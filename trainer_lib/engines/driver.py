@@ -39,7 +39,7 @@ class Reports:
 
     def take(self, line: str) -> None:
         """Take one line: a report of the member, or whatever else its machine has written."""
-        report = _parsed(line)
+        report = parse_record(line) if line.startswith("{") else {}
         if "event" in report:
             self.event(report["event"])
         elif "result" in report:
@@ -187,10 +187,6 @@ def _at_step(failure: TrainflowError, reported: TrainflowError) -> TrainflowErro
         failure.message = f"{failure.message.rstrip('.')}; saved at step {reported.step}."
         failure.args = (failure.message,)
     return failure
-
-
-def _parsed(line: str) -> dict[str, Any]:
-    return parse_record(line) if line.startswith("{") else {}
 
 
 def main(argv: list[str]) -> int:

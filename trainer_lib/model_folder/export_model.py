@@ -61,7 +61,8 @@ def run(work: Work[ExportRequest]) -> ExportResult:
     with torch.no_grad():
         exported = export(loaded, batch, folder)
         # Fewer rows as well: a form that holds for one size of batches is of no use.
-        apart = max(_compare(loaded.model, exported, part) for part in (batch, _take(batch, 3)))
+        few = {name: value[:3] for name, value in batch.items()}
+        apart = max(_compare(loaded.model, exported, part) for part in (batch, few))
     if not apart <= _TOLERANCE:
         what = f"The exported model's outputs differ from the model's, by {apart:.3g} of the largest one."
         raise ConfigError(what, field="--to", value=request.form, remedy="Use another form.")
@@ -122,10 +123,6 @@ def _draw(draw: np.random.Generator, kind: str, known: Any) -> Any:
     dtype = np.dtype(column.dtype)
     values = draw.normal(size=shape) if dtype.kind == "f" else draw.integers(0, 2, shape)
     return np.asarray(values, dtype) if shape else dtype.type(values).item()
-
-
-def _take(batch: Mapping[str, Tensor], rows: int) -> dict[str, Tensor]:
-    return {name: value[:rows] for name, value in batch.items()}
 
 
 def _shapes(batch: Mapping[str, Tensor]) -> dict[str, Any]:
