@@ -13,6 +13,7 @@ closure. What no reading sees are files that the code opens: declare them as `pr
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import os
 import sys
@@ -25,6 +26,7 @@ from trainer_lib.base.paths import expand_home
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import FOLDER, KEPT
 from trainflow.tasks.code.syntax import (
+    KEPT_FILES,
     ImportTarget,
     digest_syntax,
     import_targets,
@@ -180,11 +182,11 @@ class _Walk:
         name = self._name(path)
         # Before the digest: a change in between then makes the closure stale, not wrong.
         self.marks[path] = _mark(path)
-        self.digests[name] = digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
+        self.digests[name] = _digest(tree)
         self.trees[name], self.paths[name] = tree, path
         imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         self._imports[path] = [target for node in imports for _, target in import_targets(node)]
-        uses = _dotted_uses(tree, imports)
+        uses = _dotted_uses(tree)
         makes_names = any(use.partition(".")[0] in _LOADERS and not use.startswith(_FACTS) for use in uses) or any(
             isinstance(node, ast.Attribute) and node.attr in _LOADS for node in ast.walk(tree)
         )
@@ -298,14 +300,21 @@ class _Walk:
         self.places[place] = None
 
 
-def _dotted_uses(tree: ast.Module, imports: Iterable[ast.Import | ast.ImportFrom]) -> set[str]:
+@functools.lru_cache(KEPT_FILES)
+def _digest(tree: ast.Module) -> str:
+    return digest_syntax([tree], keep_docstrings=reads_docstrings(tree))
+
+
+@functools.lru_cache(KEPT_FILES)
+def _dotted_uses(tree: ast.Module) -> frozenset[str]:
     """The names that a file uses, as dotted names of what they import."""
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     bound: dict[str, set[str]] = {}
     for name, target in (pair for node in imports for pair in import_targets(node)):
         module = target.top if target.is_top else target.module
         bound.setdefault(name, set()).add(module if target.name is None else f"{module}.{target.name}")
     chains = set(module_names(tree))
-    return {".".join((head, *chain[1:])) for chain in chains for head in bound.get(chain[0], (chain[0],))}
+    return frozenset(".".join((head, *chain[1:])) for chain in chains for head in bound.get(chain[0], (chain[0],)))
 
 
 def _index(root: Path) -> dict[str, set[Path]]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trainflow.tasks.code.closure import OURS, Closure, recipe_module
 from trainflow.tasks.code.syntax import (
+    KEPT_FILES,
     Chain,
     Function,
     ImportTarget,
@@ -84,7 +86,8 @@ def binds_names(target: ast.expr) -> bool:
     return isinstance(target, ast.Name)
 
 
-def _cut(file: str, tree: ast.Module, docstrings: bool) -> list[Piece]:
+@functools.lru_cache(KEPT_FILES)
+def _cut(file: str, tree: ast.Module, docstrings: bool) -> tuple[Piece, ...]:
     pieces: list[Piece] = []
     if docstrings and ast.get_docstring(tree, clean=False) is not None:
         digest = digest_syntax(tree.body[:1], keep_docstrings=True)
@@ -104,7 +107,7 @@ def _cut(file: str, tree: ast.Module, docstrings: bool) -> list[Piece]:
         names, chains = tuple(sorted(bound_names([node]))), frozenset(module_names(node))
         digest = digest_syntax([node], keep_docstrings=docstrings)
         pieces.append(Piece(file, node, names, digest, None, chains, aliases, _words(node)))
-    return pieces
+    return tuple(pieces)
 
 
 def _statements(body: list[ast.stmt]) -> Iterable[ast.stmt]:

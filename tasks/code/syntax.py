@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,6 +19,8 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _READS_DOCSTRINGS = {"__doc__", "getdoc"}
 _MAX_BYTES = 16 << 20
+KEPT_FILES = 64
+"""Number of files that a process keeps the trees of."""
 
 
 def parse_file(path: Path, field: str) -> ast.Module:
@@ -31,7 +34,7 @@ def parse_file(path: Path, field: str) -> ast.Module:
             raise ConfigError(
                 "The file is too large for Python source.", field=field, value=str(path), remedy="Check the path."
             )
-        return ast.parse(path.read_bytes(), filename=str(path))
+        return _parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         raise ConfigError(
             f"The file is not valid Python: {error.msg} (line {error.lineno}).",
@@ -48,6 +51,12 @@ def parse_file(path: Path, field: str) -> ast.Module:
         raise ConfigError(
             f"The file cannot be read: {error.strerror}.", field=field, value=str(path), remedy="Check its permissions."
         ) from error
+
+
+# Stages and commands of one process read the same files. Nobody changes a tree, so what is found in it is kept too.
+@functools.lru_cache(KEPT_FILES)
+def _parse(source: bytes, name: str) -> ast.Module:
+    return ast.parse(source, filename=name)
 
 
 def top_level_names(path: Path) -> set[str] | None:
