@@ -12,6 +12,8 @@ import os
 import sys
 import time
 import types
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,18 +35,18 @@ ROWS = classification_rows(12)
 
 # ------------------------------------------------------------------------------------------------------------- loading
 class Numbered(Dataset[Any]):
-    """Tells which process read a sample; may count reads, and let the first sample wait."""
+    """Tells which process read a sample; may count reads, and call something before the first sample."""
 
-    def __init__(self, count: int = 8, gate: Any = None) -> None:
-        self.count, self.gate = count, gate
+    def __init__(self, count: int = 8, before_first: Callable[[], object] = lambda: None) -> None:
+        self.count, self.before_first = count, before_first
         self.reads = multiprocessing.get_context("fork").Value("i", 0)
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if self.gate is not None and index == 0:
-            self.gate.wait(0.3)
+        if index == 0:
+            self.before_first()
         with self.reads.get_lock():
             self.reads.value += 1
         return {"labels": index, "process": os.getpid()}
@@ -102,7 +104,8 @@ def test_dataloader_multiprocessing_context_says_how_workers_start(how: str, wor
 @pytest.mark.parametrize(("in_order", "expected"), [(True, [0, 1]), (False, [1, 0])])
 def test_dataloader_in_order_waits_for_a_slow_batch(in_order: bool, expected: list[int], tmp_path: Path) -> None:
     gate = multiprocessing.get_context("fork").Event()
-    data = Numbered(2, gate)
+    # Out of order it waits for the other one, however late its process starts on a busy machine.
+    data = Numbered(2, partial(gate.wait, 0.3 if in_order else 60))
     order = []
     for batch in loader(tmp_path, data, dataloader_num_workers=2, dataloader_in_order=in_order):
         order.append(int(batch["labels"]))
