@@ -157,7 +157,8 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
             remedy="Copy the project to the same place on this machine.",
         )
     identity = "\n".join(f"{name} {digest}" for name, digest in sorted(run.sources.items()))
-    folder = _cache() / "sources" / hashlib.sha256(identity.encode()).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = cache / "trainflow" / "sources" / hashlib.sha256(identity.encode()).hexdigest()[:16]
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for name, data in contents.items():
@@ -181,10 +182,6 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
 def _leads_out(name: str) -> bool:
     path = PurePosixPath(name)
     return path.is_absolute() or ".." in path.parts
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainflow"
 
 
 # -- the sources of the data ------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class RangeEvaluation:
         """The metrics of a split whose ranges are all finished."""
         loss, items, samples, sums = 0.0, 0, 0, None
         for part in self._parts(name, rows).collect():
-            found = self._read(part.entry.path)
+            found = parse_json(self._store.read_bytes(part.entry.path, limit=_LIMIT), dict)
             loss, items, samples = loss + found["loss"], items + found["items"], samples + found["samples"]
             sums = sums if found["sums"] is None else self._merged.merge(sums, found["sums"])
         if samples != rows:
@@ -129,9 +129,6 @@ class RangeEvaluation:
 
     def _parts(self, split: str, rows: int) -> NumberedParts:
         return sum_parts(self._store, split, rows=rows, rows_per_range=self._request.rows_per_range)
-
-    def _read(self, path: str) -> dict[str, Any]:
-        return parse_json(self._store.read_bytes(path, limit=_LIMIT), dict)
 
     def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
         trainer, before = self._trainer, self._trainer.compute_metrics

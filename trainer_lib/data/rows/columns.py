@@ -184,7 +184,8 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
     for row, value in enumerate(values):
         array = _as_array(value)
         if array is None:
-            raise _refuse(split, row, name, f"{_describe(value)} cannot be stored with the other rows' values")
+            what = "None" if value is None else f"a value of type {type(value).__name__}"
+            raise _refuse(split, row, name, f"{what} cannot be stored with the other rows' values")
         arrays.append(array)
     # NumPy gives an empty list float64, which says nothing about the column.
     dtype = np.result_type(*{array.dtype for array in arrays if array.size} or {np.dtype(np.int64)})
@@ -232,10 +233,6 @@ def _read_value(row: Mapping[str, Any], name: str, split: str, index: int) -> An
     if value is _MISSING:
         raise _refuse(split, index, name, "the column is missing")
     return value
-
-
-def _describe(value: Any) -> str:
-    return "None" if value is None else f"a value of type {type(value).__name__}"
 
 
 def _refuse(split: str, row: int, column: str | None, what: str) -> DataError:

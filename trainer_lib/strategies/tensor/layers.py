@@ -233,11 +233,6 @@ class _Exchange(torch.autograd.Function):
         return ctx.change_gradient(gradients[0]), None, None
 
 
-def _sum(part: Tensor, group: Group) -> Tensor:
-    """Return the sum over all processes, whose gradient is whole on all of them. Collective."""
-    return exchange(part, group.sum, _unchanged)
-
-
 def _with_summed_gradient(whole: Tensor, group: Group) -> Tensor:
     """Return a tensor as it is; its gradient is summed over all processes. Collective in the backward."""
     return exchange(whole, _unchanged, group.sum)
@@ -283,7 +278,7 @@ def _run_on_part(layer: nn.Module, style: str, group: Group) -> None:
         if absent is not None:
             output = output.masked_fill(absent.unsqueeze(-1), 0)
         if style in _SUMS:
-            output = _sum(output, group)
+            output = exchange(output, group.sum, _unchanged)
         elif style != "colwise" and not layer.__dict__.get("keeps_part"):
             output = exchange(output, gather, group.part)
         return output if bias is None else output + bias  # type: ignore[no-any-return]

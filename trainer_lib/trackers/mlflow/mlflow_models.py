@@ -155,8 +155,10 @@ def download_model(address: str) -> Path:
             remedy = "Check MLFLOW_TRACKING_URI, and try again."
             message = f"The registry does not answer: {shorten(error).rstrip('.')}."
             raise StoreUnreachableError(message, field="model", value=address, remedy=remedy) from error
+        # Without the name of its error code and the full stop.
+        message = re.sub(r"^[A-Z_]+: ", "", first_line(error)).rstrip(".")
         raise ConfigError(
-            f"The registry has no such model: {_plain(error)}.",
+            f"The registry has no such model: {message}.",
             field="model",
             value=address,
             remedy="Set MLFLOW_TRACKING_URI to its server; trainflow models lists names, versions and aliases.",
@@ -165,11 +167,6 @@ def download_model(address: str) -> Path:
         remedy = "Load it with mlflow.pyfunc.load_model."
         raise ConfigError("This model was not logged by trainflow.", field="model", value=address, remedy=remedy)
     return place
-
-
-def _plain(error: BaseException) -> str:
-    """MLflow's message, without the name of its error code and the full stop."""
-    return re.sub(r"^[A-Z_]+: ", "", first_line(error)).rstrip(".")
 
 
 def send_model(
