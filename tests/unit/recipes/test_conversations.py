@@ -275,6 +275,16 @@ def test_a_template_that_moves_trims_or_refuses_text_is_refused_with_the_turn(te
         ChatTemplate(tokenizer, template).tokenize(CONVERSATION)
 
 
+@pytest.mark.parametrize("arguments", ["call.function.arguments | tojson", "'' + call.function.arguments"])
+def test_the_arguments_of_a_call_stand_in_the_text_once_as_json(arguments: str) -> None:
+    called = "{% for call in message.tool_calls or [] %}{{ " + arguments + " }}{% endfor %}"
+    template = ChatTemplate(family_tokenizer(), template_text(CONTENT, called + CONTENT + END, ""))
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": "\u00e9"}'}}
+    turns = [USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "3"}, ANSWER]
+    tokens, trained_on = template.tokenize(read_conversation("here", {"messages": turns}, "messages"))
+    assert template.tokenizer.decode(tokens[trained_on]) == f'{{"x": "\u00e9"}}{END}1{END}'
+
+
 def test_turns_that_say_so_are_not_trained_and_plain_templates_end_answers_by_the_tokenizers_token() -> None:
     turns: list[dict[str, Any]] = [dict(turn) for turn in TWICE]
     turns[2]["weight"] = 0

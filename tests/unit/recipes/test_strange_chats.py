@@ -87,6 +87,13 @@ def turns(*given: Any) -> bytes:
     return jsonl(*[ROW] * ROWS, {"messages": list(given)})
 
 
+def calling(arguments: Any, **tool: Any) -> dict[str, Any]:
+    """A row in which a tool is called as OpenAI has it."""
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    asks = {"role": "assistant", "content": None, "tool_calls": [call]}
+    return {"messages": [USER, asks, {"role": "tool", "content": "3"}, ANSWER], "tools": [{"type": "function", **tool}]}
+
+
 CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
 PLACE = f"row {ROWS} (line {ROWS + 1}): "
 REFUSED: dict[str, tuple[str, bytes, str]] = {
@@ -111,6 +118,11 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         "a.jsonl",
         turns(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
         f"{PLACE}turn 2: a tool is called, and no turn of a tool follows",
+    ),
+    "arguments that are no JSON": (
+        "a.jsonl",
+        jsonl(*[ROW] * ROWS, calling("{x: 1}")),
+        f"{PLACE}turn 2: the arguments of its call are no JSON",
     ),
     "an image": (
         "a.jsonl",
@@ -175,6 +187,10 @@ CALLED = [{"from": "human", "value": "a"}, {"from": "function_call", "value": '{
 CALLED += [{"from": "observation", "value": "3"}, {"from": "gpt", "value": "b"}]
 
 
+def arguments_of(read: Any) -> Any:
+    return read.messages[1]["tool_calls"][0]["function"]["arguments"]
+
+
 @pytest.mark.parametrize(
     ("row", "roles", "check"),
     [
@@ -193,6 +209,17 @@ CALLED += [{"from": "observation", "value": "3"}, {"from": "gpt", "value": "b"}]
             {"instruction": "b", "output": "d", "history": [["a", "c"]]},
             "user assistant user assistant",
             lambda read: read.messages[2]["content"] == "b",
+        ),
+        *(
+            (calling(given), "user assistant tool assistant", lambda read: arguments_of(read) == {"x": 1})
+            for given in ('{"x": 1}', {"x": 1}, {"x": 1, "key_of_another_row": None})
+        ),
+        (calling(""), "user assistant tool assistant", lambda read: arguments_of(read) == {}),
+        (calling('{"x": null}'), "user assistant tool assistant", lambda read: arguments_of(read) == {"x": None}),
+        (
+            calling({}, function={"name": "f", "key_of_another_row": None}),
+            "user assistant tool assistant",
+            lambda read: read.tools == [{"type": "function", "function": {"name": "f"}}],
         ),
         (
             {"messages": [USER, {**ANSWER, "train": None, "weight": 0}]},

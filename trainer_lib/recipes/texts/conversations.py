@@ -202,7 +202,7 @@ def read_conversation(
         asks: it is a new row, whose last turn the assistant is to answer.
     """
     tools, fault = _read_list(row.get("tools"), "tools")
-    read = Conversation(place, [], [], tools or None, row, shape=shape or "")
+    read = Conversation(place, [], [], _without_nulls(tools) or None, row, shape=shape or "")
     if problem := _find_row_fault(row, shape, asks=asks) or fault:
         return read._replace(fault=problem)
     if shape == "text":
@@ -305,6 +305,8 @@ def _read_turn(turn: Mapping[str, Any], shape: str) -> tuple[dict[str, Any], str
         role, content = "assistant", None
     elif isinstance(others.get("tool_calls"), str):
         others["tool_calls"], wrong = _read_list(others["tool_calls"], "tool_calls")
+    if others.get("tool_calls"):
+        others["tool_calls"], wrong = _read_calls(others["tool_calls"], wrong)
     if isinstance(content, list | tuple):
         kinds = [part.get("type") for part in content if isinstance(part, Mapping) and part.get("type") != "text"]
         wrong = f"a part of kind '{kinds[0]}', and the model reads texts" if kinds else wrong
@@ -331,6 +333,26 @@ def _add_calls(turn: dict[str, Any], text: str) -> str:
     calls = calls if isinstance(calls, list) else [calls]
     turn["tool_calls"] = [{"type": "function", "function": call} for call in calls]
     return "" if all(isinstance(call, Mapping) and "name" in call for call in calls) else "the call names no tool"
+
+
+def _read_calls(calls: Any, wrong: str) -> tuple[Any, str]:
+    """Calls of tools whose arguments are mappings, as templates take them; OpenAI has texts of JSON."""
+    calls = _without_nulls(calls)
+    for call in calls if isinstance(calls, list) else []:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+            try:
+                function["arguments"] = parse_json(function["arguments"] or "{}")
+            except ValueError:
+                wrong = wrong or "the arguments of its call are no JSON"
+    return calls, wrong
+
+
+def _without_nulls(value: Any) -> Any:
+    """A value without the keys of null: a file of columns gives each mapping the keys of all the others."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def _find_fault(messages: Sequence[Mapping[str, Any]], *, asks: bool = False) -> str:

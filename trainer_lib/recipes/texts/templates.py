@@ -7,8 +7,12 @@ whole text, or the conversation is refused.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from copy import deepcopy
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,6 +76,15 @@ def _read_template(path: str, field: str) -> str:
         raise ConfigError(what, field=field, value=path, remedy=remedy) from error
 
 
+def _with_written_calls(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Turns whose calls of tools have their arguments as JSON, for a template that puts these behind a text."""
+    written = deepcopy(list(messages))
+    for call in (call for turn in written for call in turn.get("tool_calls", ())):
+        function = call.get("function", call)
+        function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+    return written
+
+
 class ChatTemplate:
     """The template of a tokenizer, which keeps it.
 
@@ -111,9 +124,12 @@ class ChatTemplate:
         return text
 
     def _apply(self, conversation: Conversation, turns: int | None = None, **settings: Any) -> Any:
+        messages = conversation.messages[:turns]
+        apply = partial(self.tokenizer.apply_chat_template, tools=conversation.tools, **settings)
         try:
-            messages = conversation.messages[:turns]
-            return self.tokenizer.apply_chat_template(messages, tools=conversation.tools, **settings)
+            with suppress(TypeError):
+                return apply(messages)
+            return apply(_with_written_calls(messages))
         except Exception as error:  # any that a template or a value in it raises
             raise FaultyError(f"the template does not take it ({first_line(error)})") from error
 
