@@ -197,14 +197,19 @@ class ChatTemplate:
 
     def _span(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         """The characters of a turn of the assistant, without the blanks behind the token for its end."""
-        before = self.render(conversation, turn, asks=True) if turn else ""
         whole = self.render(conversation, turn + 1)
+        before = self.render(conversation, turn, asks=True) if turn else self._first_request(conversation, whole)
         for part in (before, whole):
             if not text.startswith(part):
                 what = "the template writes the turns up to it in another way when others follow"
                 raise FaultyError(f"turn {turn + 1}: {what}, so its tokens are not known")
         bare = whole.rstrip()
         return len(before), len(bare if bare.endswith(self._added) else whole)
+
+    def _first_request(self, conversation: Conversation, whole: str) -> str:
+        """The text before an answer without a turn before it, with the request that comes before any answer."""
+        request = self.render(conversation, 1, asks=True).removeprefix(whole)
+        return whole[: whole.find(request)] + request
 
     def show(self, conversation: Conversation, *, loss_on: str, most: int) -> list[tuple[str, bool]]:
         """The text of the first tokens in parts, with whether they are trained.
