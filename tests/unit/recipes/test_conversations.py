@@ -265,6 +265,11 @@ TRIMS = "{{ message['content'] if loop.last else message['content'].strip('12') 
         (MOVES, "turn 3: the template writes"),
         # As of Gemma: there is no system.
         ("{% if messages[0]['role'] == 'system' %}{{ raise_exception('No system') }}{% endif %}", "No system"),
+        # As of Zephyr: only the user and the assistant, or the system at first, have a place.
+        (
+            template_text("{% if message['role'] == 'user' %}" + CONTENT + "{% endif %}", CONTENT + END, ""),
+            "turn 1: the template leaves it out, as it has no place for the system there",
+        ),
         (template_text(CONTENT, CONTENT + END, "", "<s><s>"), "two tokens for the beginning"),
     ],
 )

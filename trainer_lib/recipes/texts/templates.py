@@ -56,6 +56,7 @@ KINDS = {
 """Kinds of faulty conversations, in words that say what they are."""
 FILES = ".jinja"
 """The end of the name of a template's file."""
+_TALKERS = ("user", "assistant")  # every template has a place for them
 _QUIET = {"verbose": False}
 _MARKS = re.compile(r"\{%-?\s*generation\b")
 
@@ -140,8 +141,8 @@ class ChatTemplate:
             loss_on: "assistant": the turns of the assistant, "last": the last of these, "all": every token.
 
         Raises:
-            FaultyError: the template does not take it or moves text, nothing would be trained, an answer has no end, or
-                the text has two tokens for its beginning.
+            FaultyError: the template does not take it, moves text or leaves a turn out, nothing would be trained, an
+                answer has no end, or the text has two tokens for its beginning.
         """
         if conversation.text is not None:
             tokens = self._plain(conversation.text)
@@ -151,6 +152,7 @@ class ChatTemplate:
             used = conversation.tools if name == "tools" else any(turn.get(name) for turn in conversation.messages)
             if used and name not in self._text:
                 raise FaultyError(f"it has {name}, and the template has no place for them")
+        self._require_all_turns(conversation)
         answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
         tokens, parts = self._marked(conversation) if self._is_marked else (np.empty(0, np.int32), [])
         if len(parts) != len(answers):
@@ -177,6 +179,18 @@ class ChatTemplate:
     def _require_one_beginning(self, tokens: np.ndarray) -> None:
         if len(tokens) > 1 and tokens[0] == tokens[1] == self.tokenizer.bos_token_id:
             raise FaultyError("its text begins with two tokens for the beginning", "doubled")
+
+    def _require_all_turns(self, conversation: Conversation) -> None:
+        """Raise FaultyError for a turn whose role the template has no place for, so that its text is lost."""
+        others = [number for number, turn in enumerate(conversation.messages) if turn["role"] not in _TALKERS]
+        text = self.render(conversation) if others else ""
+        for number in others:
+            turn, changed = conversation.messages[number], list(conversation.messages)
+            if turn["content"].strip() not in text:
+                changed[number] = {**turn, "content": f"{turn['content']} {number}"}
+                if self.render(conversation._replace(messages=changed)) == text:
+                    what = f"the template leaves it out, as it has no place for the {turn['role']} there"
+                    raise FaultyError(f"turn {number + 1}: {what}")
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, list[np.ndarray]]:
         """The tokens, and the numbers of those of the parts that the template marks."""
