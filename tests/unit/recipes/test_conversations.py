@@ -297,6 +297,17 @@ def test_the_arguments_of_a_call_stand_in_the_text_once_as_json(arguments: str) 
     assert template.tokenizer.decode(tokens[trained_on]) == f'{{"x": "\u00e9"}}{END}1{END}'
 
 
+@pytest.mark.parametrize(("loss_on", "weight"), [("last", 1), ("assistant", 0)])
+def test_a_template_may_rewrite_answers_that_are_not_trained(loss_on: str, weight: int) -> None:
+    thinks = template_text(CONTENT, "{% if loop.last %}thought {% endif %}" + CONTENT + END, "")
+    turns = [*TWICE[:2], {**ANSWER, "weight": weight}, *TWICE[3:]]
+    template = ChatTemplate(family_tokenizer(), thinks)
+    conversation = read_conversation("here", {"messages": turns}, "messages")
+    tokens, trained_on = template.tokenize(conversation, loss_on=loss_on)
+    assert template.tokenizer.decode(tokens[trained_on]) == f"thought 2{END}"
+    assert template.tokenizer.decode(tokens) == template.render(conversation)
+
+
 def test_turns_that_say_so_are_not_trained_and_plain_templates_end_answers_by_the_tokenizers_token() -> None:
     turns: list[dict[str, Any]] = [dict(turn) for turn in TWICE]
     turns[2]["weight"] = 0

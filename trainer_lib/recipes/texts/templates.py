@@ -154,16 +154,20 @@ class ChatTemplate:
                 raise FaultyError(f"it has {name}, and the template has no place for them")
         self._require_all_turns(conversation)
         answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
+        wanted = answers if loss_on == "assistant" else answers[-1:]
+        wanted = [turn for turn in wanted if conversation.trained[turn]]
         tokens, parts = self._marked(conversation) if self._is_marked else (np.empty(0, np.int32), [])
-        if len(parts) != len(answers):
-            tokens, parts = self._between(conversation, answers)
+        if len(parts) == len(answers):
+            parts = [part for turn, part in zip(answers, parts, strict=True) if turn in wanted]
+        else:  # only for what is trained, as a template may write other answers in another way
+            tokens, parts = self._between(conversation, wanted)
         self._require_one_beginning(tokens)
         trained = np.zeros(len(tokens), bool)
-        for turn, part in list(zip(answers, parts, strict=True))[-1 if loss_on == "last" else 0 :]:
+        for turn, part in zip(wanted, parts, strict=True):
             if len(part) and int(tokens[part[-1]]) not in self._ends:
                 what = f"turn {turn + 1}: the template ends the answer without a token that means its end"
                 raise FaultyError(what, "unended")
-            trained[part] = conversation.trained[turn]
+            trained[part] = True
         if loss_on == "all":
             trained[:] = True
         if not trained.any():
@@ -216,7 +220,9 @@ class ChatTemplate:
         for part in (before, whole):
             if not text.startswith(part):
                 what = "the template writes the turns up to it in another way when others follow"
-                raise FaultyError(f"turn {turn + 1}: {what}, so its tokens are not known")
+                is_last = all(later["role"] != "assistant" for later in conversation.messages[turn + 1 :])
+                remedy = "" if is_last else f" ({FIELD}.loss_on=last trains the last answer alone)"
+                raise FaultyError(f"turn {turn + 1}: {what}, so its tokens are not known{remedy}")
         bare = whole.rstrip()
         return len(before), len(bare if bare.endswith(self._added) else whole)
 
