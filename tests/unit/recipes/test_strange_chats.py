@@ -119,6 +119,16 @@ REFUSED: dict[str, tuple[str, bytes, str]] = {
         turns(USER, {"role": "assistant", "content": None, "tool_calls": [CALL]}),
         f"{PLACE}turn 2: a tool is called, and no turn of a tool follows",
     ),
+    "a call as OpenAI had it": (
+        "a.jsonl",
+        turns(USER, {"role": "assistant", "content": None, "function_call": CALL["function"]}, ANSWER),
+        f"{PLACE}turn 2: 'function_call' is an old name (write 'tool_calls': [",
+    ),
+    "a function's answer": (
+        "a.jsonl",
+        turns(USER, {"role": "function", "name": "f", "content": "3"}, ANSWER),
+        f"{PLACE}turn 2: the role 'function' is unknown (write 'tool')",
+    ),
     "arguments that are no JSON": (
         "a.jsonl",
         jsonl(*[ROW] * ROWS, calling("{x: 1}")),

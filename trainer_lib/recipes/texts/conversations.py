@@ -38,7 +38,13 @@ SHAPES: dict[str, tuple[str, ...]] = {
 }
 """Shape -> the columns that it needs, in the order in which they are looked for."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-_SHAREGPT = {"human": "user", "gpt": "assistant", "observation": "tool", "function_response": "tool"}
+_SHAREGPT = {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "function_response": "tool",
+    "function": "tool",
+}
 _CALLS = ("function_call", "tool_call")  # of ShareGPT: a turn of the assistant whose text is the call
 _OF_TURN = {"role", "content", "from", "value", "train", "weight"}
 _OTHER_MEDIA = ("images", "videos", "audios")
@@ -318,6 +324,8 @@ def _read_turn(turn: Mapping[str, Any], shape: str) -> tuple[dict[str, Any], str
         wrong = f"the role '{role}' is unknown{near}; roles are {', '.join(ROLES)}"
     elif content is not None and not isinstance(content, str):
         wrong = f"its content is a {type(content).__name__}, and not a text"
+    elif others.get("function_call"):
+        wrong = "'function_call' is an old name (write 'tool_calls': [{'type': 'function', 'function': THE_CALL}])"
     elif not (content or "").strip() and not others.get("tool_calls"):
         has_content = "content" in turn or "value" in turn
         wrong = wrong or ("it is empty" if has_content else f"it is empty: its keys are {', '.join(turn)}")
