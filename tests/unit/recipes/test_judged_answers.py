@@ -50,6 +50,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return TABLES[0].prepare(tmp_path_factory.mktemp("ranks"), ranked_lines())
 
 
+BRIEF = {"role": "system", "content": "brief"}
+
+
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     rows = "".join(word_orders().splitlines(keepends=True)[::6])
@@ -65,6 +68,9 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         # As of UltraFeedback: the prompt is there once more, as a text.
         ({"prompt": "one?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
         ({"prompt": "one?", "chosen": "1", "rejected": "two"}, {"template": "chatml"}),
+        ({"prompt": "one?", "chosen": [GOOD], "rejected": [BAD]}, {}),
+        ({"prompt": "one?", "chosen": [BRIEF, GOOD], "rejected": [BRIEF, BAD]}, {}),
+        ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
     ],
 )
 @pytest.mark.parametrize("case", [PAIRS, REWARDS], ids=lambda case: case.name)

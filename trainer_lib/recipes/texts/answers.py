@@ -197,16 +197,19 @@ def split_prompts(*columns: Sequence[str]) -> list[list[str]]:
     """Prompts and answers ``[columns, rows]``, where answers are whole conversations without the turns of the prompt.
 
     These are the turns that all of them begin with, and of a single one all but the last. So they are where answers
-    are lists and prompts are not.
+    are lists and prompts are not, or are such a beginning. A text that stands in none of these turns follows them.
     """
     found = []
     for prompt, *answers in zip(*columns, strict=True):
         turns = [_parse(answer) or [] for answer in answers]
         most, shared = min(map(len, turns)) - 1, 0
-        if most >= 0 and _parse(prompt) is None:
-            while shared < most and all(conversation[shared] == turns[0][shared] for conversation in turns):
-                shared += 1
-            prompt, *answers = map(json.dumps, (turns[0][:shared], *(conversation[shared:] for conversation in turns)))
+        while shared < most and all(conversation[shared] == turns[0][shared] for conversation in turns):
+            shared += 1
+        begun, asked, is_text = turns[0][:shared], turns_of(prompt, "user"), _parse(prompt) is None
+        if most >= 0 and (is_text or begun[: len(asked)] == asked):
+            has_question = any(isinstance(turn, Mapping) and turn.get("role") == "user" for turn in begun)
+            begun += asked if is_text and not has_question else []
+            prompt, *answers = map(json.dumps, (begun, *(conversation[shared:] for conversation in turns)))
         found.append((prompt, *answers))
     return [list(column) for column in zip(*found, strict=True)]
 
