@@ -17,6 +17,7 @@ from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
 from tests.support.resuming import prove
 from trainer_lib import load_model
+from trainer_lib.errors import DataError
 from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
 from trainer_lib.recipes.preference_optimization import preference_losses
 from trainer_lib.recipes.reward_modeling import reward_losses
@@ -102,6 +103,11 @@ def test_marked_conversations_are_read_and_answered(tmp_path: Path) -> None:
     made = MARKS.prepare(tmp_path, lines(*rows))
     ends = [kept_tokenizer(made[2]).decode(row["input_ids"]) for row in [collate_of(made)([{"prompt": "one?"}])]]
     assert ends == [[f"{TURN}user\none?{END}\n{TURN}assistant\n"]]
+    parts = {**USER, "content": [{"type": "text", "text": "one?"}]}
+    batch = collate_of(made)([{"prompt": json.dumps([parts])}])
+    assert kept_tokenizer(made[2]).decode(batch["input_ids"]) == ends[0]
+    with pytest.raises(DataError, match="Row 0 of the batch: turn 2: it is of the assistant, and the last turn"):
+        collate_of(made)([{"prompt": json.dumps([USER, GOOD])}])
     marked = {(row["labels"], json.loads(row["completion"])[0]["content"]) for row in made[1]["train"]}
     assert marked == {(1, "1"), (0, "two")}
 

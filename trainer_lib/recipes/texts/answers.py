@@ -7,8 +7,8 @@ training holds one model, and a run that goes on has the same numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -35,7 +35,7 @@ from trainer_lib.recipes.shared.recipe_options import TEXTS, require_choice
 from trainer_lib.recipes.tables.cells import read_exact_text
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import NOTE, SOURCES, Reader, note_form
-from trainer_lib.recipes.texts.conversations import read_conversation
+from trainer_lib.recipes.texts.conversations import Conversation, read_conversation
 from trainer_lib.recipes.texts.packed_batches import (
     NO_TARGET,
     batch_prompts,
@@ -255,8 +255,7 @@ class AnswerReader:
             made = self._tokenizer(list(prompts), verbose=False)["input_ids"] if prompts else []
             made = [ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids for ids in made]
         else:
-            turns = [_with_system(turns_of(prompt, "user"), self._info["system"]) for prompt in prompts]
-            made = list(map(self._template.ask, turns))
+            made = list(map(partial(_ask, self._template, self._info["system"]), self._places, prompts))
         self._require_room(list(map(len, made)))
         return made
 
@@ -275,21 +274,31 @@ class AnswerReader:
                 raise DataError(f"{what} {longest:,} are read.", field=self._field, value=longest, remedy=remedy)
 
 
-def _with_system(turns: list[dict[str, Any]], system: str | None) -> list[dict[str, Any]]:
-    has_system = system is None or (turns and turns[0].get("role") in ("system", "developer"))
-    return turns if has_system else [{"role": "system", "content": system}, *turns]
+@contextmanager
+def _reading(
+    place: str, row: Mapping[str, Any], system: str | None, *, field: str, asks: bool = False
+) -> Iterator[Conversation]:
+    """The conversation of a row; its faults, also those that are found inside, raise DataError with its place."""
+    conversation = read_conversation(place, row, "prompt", system=system, asks=asks)
+    try:
+        if conversation.fault:
+            raise FaultyError(conversation.fault)
+        yield conversation
+    except FaultyError as fault:
+        raise DataError(f"{place}: {fault}.", field=field, remedy="Correct the row.") from fault
+
+
+def _ask(template: ChatTemplate, system: str | None, place: str, prompt: str) -> list[int]:
+    """The tokens of a prompt with the beginning of the answer to its last turn."""
+    with _reading(place, {"prompt": turns_of(prompt, "user")}, system, field="rows", asks=True) as conversation:
+        return template.ask(conversation.messages)
 
 
 def _render(template: ChatTemplate, system: str | None, place: str, prompt: str, answer: str) -> tuple[list[int], int]:
     """The tokens of a conversation up to the end of its last answer, and where that begins."""
     row = {"prompt": turns_of(prompt, "user"), "completion": turns_of(answer, "assistant")}
-    conversation = read_conversation(place, row, "prompt", system=system)
-    try:
-        if conversation.fault:
-            raise FaultyError(conversation.fault)
+    with _reading(place, row, system, field=SOURCES) as conversation:
         tokens, is_answer = template.tokenize(conversation, loss_on="last")
-    except FaultyError as fault:
-        raise DataError(f"{place}: {fault}.", field=SOURCES, remedy="Correct the row.") from fault
     start, stop = is_answer.nonzero()[0][[0, -1]].tolist()
     return tokens[: stop + 1].tolist(), start
 
