@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from tests.support.optimizers import Lookahead
+from tests.support.optimizers import Lookahead, ScheduleFree
 from tests.support.resuming import prove
 from tests.support.seq2seq import Copier, Tokens, seq2seq_trainer
 from tests.support.seq2seq import rows as sequences
@@ -210,43 +210,6 @@ def adapted() -> Any:
     torch.manual_seed(1)
     config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.3, task_type="CAUSAL_LM")
     return get_peft_model(base, config)
-
-
-class ScheduleFree(torch.optim.Optimizer):
-    """Schedule-free SGD (Defazio et al., 2024): trains at y, evaluates at the average x, and must be told which."""
-
-    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
-        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
-
-    @torch.no_grad()
-    def _switch(self, *, training: bool) -> None:
-        for group in self.param_groups:
-            if group["train_mode"] == training:
-                continue
-            group["train_mode"] = training
-            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
-            for param in group["params"]:
-                if "z" in self.state[param]:
-                    param.lerp_(self.state[param]["z"], weight)
-
-    def train(self) -> None:
-        self._switch(training=True)
-
-    def eval(self) -> None:
-        self._switch(training=False)
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            assert group["train_mode"], "the optimizer was not told that training begins"
-            group["k"] += 1
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                z = self.state[param].setdefault("z", param.detach().clone())
-                share = 1 / group["k"]
-                param.lerp_(z, share).add_(param.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
-                z.sub_(param.grad, alpha=group["lr"])
 
 
 def own_optimizer(folder: Path, rows: Any, *, model: Any, **settings: Any) -> Trainer:

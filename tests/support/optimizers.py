@@ -59,6 +59,43 @@ class Several(torch.optim.Optimizer):
             part.step()
 
 
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD (Defazio et al., 2024): trains at y, evaluates at the average x, and asks which is wanted."""
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.9) -> None:
+        super().__init__(params, {"lr": lr, "beta": beta, "k": 0, "train_mode": False})
+
+    @torch.no_grad()
+    def _switch(self, *, training: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] == training:
+                continue
+            group["train_mode"] = training
+            weight = 1 - group["beta"] if training else 1 - 1 / group["beta"]
+            for param in group["params"]:
+                if "z" in self.state[param]:
+                    param.lerp_(self.state[param]["z"], weight)
+
+    def train(self) -> None:
+        self._switch(training=True)
+
+    def eval(self) -> None:
+        self._switch(training=False)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            assert group["train_mode"], "the optimizer was not told that training begins"
+            group["k"] += 1
+            for param in group["params"]:
+                if param.grad is None:
+                    continue
+                z = self.state[param].setdefault("z", param.detach().clone())
+                share = 1 / group["k"]
+                param.lerp_(z, share).add_(param.grad, alpha=group["lr"] * (group["beta"] * (1 - share) - 1))
+                z.sub_(param.grad, alpha=group["lr"])
+
+
 class Outside(torch.optim.Optimizer):
     """Keeps its state in attributes and under texts, as AdaLomo and MADGRAD do."""
 

@@ -109,8 +109,8 @@ class Evaluator:
             yield
         finally:
             self._is_keeping_mode = False
+            # Not its optimizer: a save that follows has the weights that were measured. The next step switches it.
             trainer.model.train(was_training)
-            self.internals.engine.set_optimizer_mode("train" if was_training else "eval")
 
     @contextlib.contextmanager
     def random_numbers_kept(self) -> Iterator[None]:

@@ -253,6 +253,7 @@ class TrainingLoop:
             if run.history.sources is not None:
                 batch, sources = take_sources(batch)
                 internals.forward.sources = sources if weights.has_items else None
+            internals.engine.set_optimizer_mode("train")  # an evaluation leaves it in the other
             syncs = syncs_each or (syncs_last and weights.micro_step == last)
             with contextlib.nullcontext() if syncs else internals.engine.strategy.no_sync(model):
                 if with_items:
@@ -379,6 +380,7 @@ class TrainingLoop:
         state.num_samples_seen = run.samples
         with run.spent.count("saved"):
             internals.checkpoints.complete()  # before other weights are loaded: it may have to save this step
+        internals.engine.set_optimizer_mode("eval")  # the weights to use; before it would mix its state into the best
         if trainer.args.load_best_model_at_end:
             trainer._load_best_model()
         trainer.store_flos()

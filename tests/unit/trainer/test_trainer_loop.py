@@ -18,6 +18,7 @@ import torch
 from safetensors.torch import load
 from torch.utils.data import DataLoader
 
+from tests.support.optimizers import ScheduleFree
 from tests.support.toys import Augmented, Classifier, Stream, TokenModel, classification_rows, token_rows
 from tests.support.training import (
     LOGGED,
@@ -214,6 +215,23 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     # While it trains, the newest one stays beside the best; after the end a limit of one is one.
     assert [path.name for path in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     assert json.loads((tmp_path / "checkpoint-2" / "COMMIT.json").read_text())["meta"]["global_samples"] == 8
+
+
+@pytest.mark.parametrize("best", [True, False])
+def test_what_an_optimizer_with_two_sets_of_weights_saves_and_leaves_is_what_it_evaluated(
+    best: bool, tmp_path: Path
+) -> None:
+    given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS, "save_steps": 1}
+    given |= {"optimizer_cls_and_kwargs": (ScheduleFree, {"lr": 3.0}), "lr_scheduler_type": "constant"}
+    one = trained(tmp_path, ROWS, max_steps=3, save_strategy="steps", load_best_model_at_end=best, **given)
+    evaluated = [entry["eval_loss"] for entry in one.state.log_history if "eval_loss" in entry]
+    chosen = one.state.best_global_step or 3
+    assert (chosen < 3) == best  # the last weights are not the best
+    other = Classifier()
+    other.load_state_dict(load((tmp_path / f"checkpoint-{chosen}" / "model.safetensors").read_bytes()))
+    for model in (other, one.model):
+        assert trainer(tmp_path, ROWS, model=model).evaluate(ROWS)["eval_loss"] == evaluated[chosen - 1]
+    assert one.evaluate()["eval_loss"] == evaluated[chosen - 1]
 
 
 @pytest.mark.parametrize("how", ["removed", "cut short", "other bytes", "removed, then resumed"])
