@@ -436,7 +436,8 @@ class Engine:
         fire("on_pre_optimizer_step")
         self._step_if_finite(optimizer, norm)
         fire("on_optimizer_step")
-        run.rate = trainer._get_learning_rate()  # the rate of this step: below, the schedule goes on to the next one's
+        rate = trainer._get_learning_rate()  # of this step: below, the schedule goes on to the next, in the same tensor
+        run.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         schedule = trainer.lr_scheduler
         if schedule is not self._known_schedule[0]:
             self._known_schedule = schedule, follows_metric(schedule)

@@ -98,8 +98,12 @@ def test_every_sample_is_read_once_per_epoch_in_another_order(tmp_path: Path) ->
     assert other.read != again.read
 
 
-def test_what_is_logged(tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, num_train_epochs=1, lr_scheduler_type="linear", **LOGGED)
+@pytest.mark.parametrize("rate", [0.01, torch.tensor(0.01)])
+def test_what_is_logged(rate: Any, tmp_path: Path) -> None:
+    own = (torch.optim.AdamW, {"lr": rate})
+    one = trainer(
+        tmp_path, ROWS, num_train_epochs=1, lr_scheduler_type="linear", optimizer_cls_and_kwargs=own, **LOGGED
+    )
     output = one.train()
     *steps, last = logged(one)
     assert [entry["step"] for entry in steps] == [1, 2, 3]
