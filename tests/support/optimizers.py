@@ -59,6 +59,17 @@ class Several(torch.optim.Optimizer):
             part.step()
 
 
+class Listed(Several):
+    """Has a `state_dict` that is a list, as wrappers around two optimizers often have."""
+
+    def state_dict(self) -> Any:
+        return [part.state_dict() for part in self.parts]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        for part, state in zip(self.parts, state_dict, strict=True):
+            part.load_state_dict(state)
+
+
 class ScheduleFree(torch.optim.Optimizer):
     """Schedule-free SGD (Defazio et al., 2024): trains at y, evaluates at the average x, and asks which is wanted."""
 

@@ -28,6 +28,7 @@ from trainer_lib.errors import ConfigError, DamagedError
 _IMPLEMENTATION = {"foreach", "fused", "capturable", "differentiable"}
 """Group settings that select an implementation, not a result: a resume keeps the current ones."""
 _PARAM = "__param__"
+_WHOLE = "__whole__"
 
 
 @dataclass
@@ -121,7 +122,8 @@ def _restore(optimizer: torch.optim.Optimizer, pairs: list[tuple[str, Tensor]], 
         return
     kept = [{key: group[key] for key in _IMPLEMENTATION & group.keys()} for group in optimizer.param_groups]
     # Its other parts are what was restored by name.
-    optimizer.load_state_dict({**optimizer.state_dict(), **_key_by_params(from_json(saved, find), params)})
+    added = _key_by_params(from_json(saved, find), params)
+    optimizer.load_state_dict(added[_WHOLE] if _WHOLE in added else {**optimizer.state_dict(), **added})
     _restore_by_name(optimizer, pairs, snapshot)  # again: torch's load_state_dict has cast what is in low precision
     for group, settings in zip(optimizer.param_groups, kept, strict=True):
         group.update(settings)
@@ -177,6 +179,8 @@ def _beyond_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) ->
     """An optimizer's values besides its state and groups: what its `state_dict` adds, or attributes."""
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
         whole = optimizer.state_dict()
+        if not isinstance(whole, Mapping):  # a list, one for each optimizer inside
+            return {"added": {_WHOLE: whole}}
         return {"added": {key: value for key, value in whole.items() if key not in ("state", "param_groups")}}
     known = vars(torch.optim.SGD([torch.empty(0)])).keys()
     kept = {key: value for key, value in vars(optimizer).items() if key not in known and _is_state(value, names)}

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.testing._internal.two_tensor import TwoTensor
 
-from tests.support.optimizers import Lookahead, Outside, Several
+from tests.support.optimizers import Listed, Lookahead, Outside, Several
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
 from trainer_lib.checkpoint.optimizer import (
     OptimizerSnapshot,
@@ -118,6 +118,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "wrapped": lambda p: Wrapped(p),
     "lookahead": lambda p: Lookahead(p),
     "several behind one": lambda p: Several(p),
+    "a list of several": lambda p: Listed(p),
     "state outside of state": lambda p: Outside(p),
 }
 
