@@ -157,6 +157,8 @@ def test_another_model_another_batch_or_weights_alone_are_refused(
         trainer(folder, ROWS, model=wide, **SHORT).train(True)
     with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
         trainer(folder, ROWS, **{**SHORT, "gradient_accumulation_steps": 1}).train(True)
+    with pytest.raises(ConfigError, match="optim = sgd: The checkpoint holds the state of adamw_torch_fused"):
+        trainer(folder, ROWS, optim="sgd", **SHORT).train(True)
     with pytest.raises(ConfigError, match=r"holds only a model .*Give True or its URL to resume with a new optimizer"):
         trainer(weights_alone, ROWS, **SHORT).train("auto")
 

@@ -330,6 +330,7 @@ class Restore:
         if loaded.url == self._internals.trials.origin:
             present = PresentSettings(trainer.optimizer, trainer.lr_scheduler, trainer.args.learning_rate)
         if trainer.optimizer is not None and snapshot is not None:
+            self._refuse_other_optimizer(loaded, snapshot.groups)
             with loaded.treat_errors_as_damage(OPTIMIZER):
                 restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
@@ -338,6 +339,18 @@ class Restore:
                 trainer.lr_scheduler.load_state_dict(_placed_like(state, loaded.scheduler))
         if present is not None:
             present.put_back(loaded.training_args.get("learning_rate"))
+
+    def _refuse_other_optimizer(self, loaded: Checkpoint, groups: list[dict[str, Any]]) -> None:
+        """Raise ConfigError for the state of another class; two names of one class have the same settings."""
+        now, then = str(self._trainer.args.optim), loaded.training_args.get("optim")
+        present, saved = self._internals.engine.ready_optimizer().param_groups[0].keys(), groups[0].keys()
+        if then not in (now, None) and present - saved and saved - present:
+            raise ConfigError(
+                f"The checkpoint holds the state of {then}.",
+                field="optim",
+                value=now,
+                remedy=f"Resume with {then}; with an empty override of _load_optimizer_and_scheduler a new one begins.",
+            )
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The optimizer steps to do in all, after a change of the global batch if there is one. Raises ConfigError."""
