@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,10 +29,14 @@ class Logits(Classifier):
 
 
 class Vector(Classifier):
-    """Returns a loss per sample."""
+    """Returns a loss per sample, as `form` of it."""
+
+    def __init__(self, form: Callable[[torch.Tensor], Any] = lambda loss: (loss,)) -> None:
+        super().__init__()
+        self.form = form
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        return (super().forward(x)["logits"].sum(1),)
+        return self.form(super().forward(x)["logits"].sum(1))
 
 
 ADAM = torch.optim.AdamW(Classifier().parameters())
@@ -123,6 +129,8 @@ TRAINING: list[tuple[dict[str, Any], type[TrainflowError], str]] = [
     ({"train": None}, ConfigError, "train_dataset: Training needs data"),
     ({"model": Logits()}, ConfigError, "model: The model returned no loss but only logits; it was given x, labels"),
     ({"model": Vector()}, ConfigError, r"a tensor of shape \(4,\) first"),
+    ({"model": Vector(lambda loss: {"loss": loss})}, ConfigError, r"a tensor of shape \(4,\) first"),
+    ({"model": Vector(lambda loss: SimpleNamespace(loss=loss))}, ConfigError, "SimpleNamespace, neither a mapping"),
     ({"train": [{"x": row["x"]} for row in ROWS]}, ConfigError, "only logits; it was given x.*give labels"),
     ({"train": [{"pixels": row["x"]} for row in ROWS]}, ConfigError, "pixels: No column of the training data is a par"),
     ({"train": [{"x": [1.0] * (i % 2 + 1)} for i in range(8)]}, DataError, "x: Samples of one batch cannot be stacked"),

@@ -405,16 +405,21 @@ def logits_of(outputs: Any, ignore_keys: Sequence[str], *, first_is_loss: bool) 
 
 def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
     """The loss in a model's outputs, ``[]``: under "loss" in a mapping, else the first element. Raises ConfigError."""
-    loss = outputs.get("loss") if isinstance(outputs, Mapping) else None
-    if not isinstance(outputs, Mapping):
-        loss = outputs if isinstance(outputs, torch.Tensor) else outputs[0] if len(outputs) else None
+    if isinstance(outputs, Mapping):
+        loss = outputs.get("loss")
+    elif isinstance(outputs, torch.Tensor) or not hasattr(outputs, "__len__"):
+        loss = outputs
+    else:
+        loss = outputs[0] if len(outputs) else None
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         return loss.reshape(()) if loss.ndim else loss  # some models return `[1]`
     given = ", ".join(map(str, inputs)) if isinstance(inputs, Mapping) else type(inputs).__name__
-    if isinstance(outputs, Mapping):
+    if isinstance(loss, torch.Tensor):
+        got = f"a tensor of shape {tuple(loss.shape)} first"
+    elif isinstance(outputs, Mapping):
         got = "only " + ", ".join(map(str, outputs))
     else:
-        got = f"a tensor of shape {tuple(loss.shape)} first" if isinstance(loss, torch.Tensor) else "none"
+        got = "none" if hasattr(outputs, "__len__") else f"{type(outputs).__name__}, neither a mapping nor a tuple"
     raise ConfigError(
         f"The model returned no loss but {got}; it was given {given}.",
         field="model",
