@@ -133,7 +133,7 @@ def test_what_can_be_resumed_from(finished: tuple[Path, Trainer], tmp_path: Path
     by_argument = trainer(tmp_path / "other", ROWS, **SHORT, resume_from_checkpoint=True)
     by_argument.train()
     assert by_argument.state.global_step == 9
-    with pytest.raises(ConfigError, match="no committed checkpoint"):
+    with pytest.raises(ConfigError, match="no committed checkpoint: it is empty or does not exist"):
         trainer(tmp_path / "third", ROWS, **SHORT).train(str(folder / "checkpoint-3"))
 
 

@@ -268,8 +268,9 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
     info = read_checkpoint_info(root, name)
     if info is None:
         known = recognise_folder(store)
+        instead = f", but {known.what}" if known else "" if store.children() else ": it is empty or does not exist"
         raise ConfigError(
-            f"{_NOT_COMMITTED}, but {known.what}." if known else f"{_NOT_COMMITTED}.",
+            f"{_NOT_COMMITTED}{instead}.",
             field="resume_from_checkpoint",
             value=store.url,
             remedy=known.remedy if known else _HOW_TO_LIST,
