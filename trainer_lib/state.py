@@ -211,8 +211,8 @@ class TrainerState:
 
 
 def _is_number(value: Any) -> bool:
-    # type(): a bool is a number for isinstance.
-    return type(value) in (int, float) and not math.isnan(value)
+    # A bool is a number for isinstance, and so is a float64 of numpy, which is written as one.
+    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
 
 
 def _is_amount(value: Any) -> bool:

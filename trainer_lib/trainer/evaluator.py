@@ -17,6 +17,7 @@ from trainer_lib.distributed import xla
 from trainer_lib.distributed.precision import back_up_weights, full_eval_dtype
 from trainer_lib.errors import ConfigError, OutOfMemoryError, TrainflowError, first_line, is_out_of_memory
 from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
+from trainer_lib.evaluation.metrics import parse_metrics
 from trainer_lib.storage import Store
 from trainer_lib.trainer.accelerator.slot import unwrap_prepared
 from trainer_lib.trainer.loaders import DataMethods
@@ -298,7 +299,8 @@ class EvaluationMethods(DataMethods):
                 value=watched,
                 remedy="Name one of them.",
             )
-        value, best = metrics[name], self.state.best_metric
+        # An override of `evaluate` may return numbers of numpy.
+        value, best = parse_metrics({name: metrics[name]})[name], self.state.best_metric
         # Only NaN differs from itself.
         if value != value or abs(value) == float("inf") or (run is not None and run.history.in_trouble):
             return False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -260,11 +259,13 @@ def a_prediction_step_of_probabilities(make: Make) -> Any:
     return one
 
 
-@PATTERNS.of(compute_metrics=accuracy, metric_for_best_model="perplexity", greater_is_better=False, **EVALUATES)
+@PATTERNS.of(
+    compute_metrics=accuracy, metric_for_best_model="perplexity", greater_is_better=False, **EVALUATES, **SAVES
+)
 class MoreMetricsAndAnotherSetAfterTheEvaluation(Either):
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         metrics = super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        metrics[f"{metric_key_prefix}_perplexity"] = math.exp(metrics[f"{metric_key_prefix}_loss"])
+        metrics[f"{metric_key_prefix}_perplexity"] = np.exp(metrics[f"{metric_key_prefix}_loss"])
         self.log({f"{metric_key_prefix}_perplexity": metrics[f"{metric_key_prefix}_perplexity"]})
         return {**metrics, **super().evaluate(eval_dataset=ROWS[12:], metric_key_prefix="eval_rest")}
 
