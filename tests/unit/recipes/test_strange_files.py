@@ -316,6 +316,7 @@ def test_files_that_are_refused_are_named_with_their_row(tmp_path: Path, name: s
         ("5 %", 0.05),
         (" 7.5", 7.5),
         ("1,234", None),
+        ("0,234", 0.234),
         ("31.12.2024", None),
         ("A5", None),
         ("$", None),

@@ -204,6 +204,8 @@ def test_parts_of_dates_and_words_are_numbers() -> None:
         (Ugly("{n}/01/2020 0{n}:00,{l}", head="x,label", options={"dates": {"x": "%Y"}}), "not a time of the form %Y"),
         (Ugly("01/02/20{n},{l}", head="x,label", options={"dates": {"x": None}}), "can be read in 2 ways"),
         (Ugly("202001{n},{l}", head="x,label", options={"dates": {"x": None}}), "can be read in several ways"),
+        (Ugly('"1,2{n}",{l}', head="x,label"), "row 0 (line 2), column 'x': '1,210' can be read in two ways"),
+        (Ugly("1.2{n} €;{l}\n5,50;a", head="x;label"), 'prepare.options.read.decimal=","'),
         (Ugly("{n}.5.2020,{l}\n,a", head="x,label", options={"dates": {"x": None}}), "missing=mean"),
         (Ugly("{n},{l}", head="x,label", options={"dates": {"y": None}}), "Choose one of: x, label"),
         (Ugly("{n},{l}", head="x,label", options={"hashed": {"x": 0}}), "number of numbers"),

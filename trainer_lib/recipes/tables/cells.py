@@ -35,7 +35,8 @@ _AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,\s]*\d[.,]?)\s*([$€£¥%]
 _SPACED = re.compile(r"[1-9]\d{0,2}(\s\d{3})+([.,]\d+)?")
 _POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
 _COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
-_EITHER = re.compile(r"\d{1,3},\d{3}")
+_EITHER = re.compile(r"[1-9]\d{0,2},\d{3}")
+_EITHER_BY_COMMAS = re.compile(r"[1-9]\d{0,2}[.,]\d{3}")
 
 _INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
 _LONGEST = 40  # characters of a number
@@ -98,6 +99,21 @@ def _read_amount(text: str) -> float:
         number = float(f"{match[1]}{digits}")
         return number / 100 if match[3] == "%" else number
     return math.nan
+
+
+def is_in_two_ways(value: Any, *, commas: bool = False) -> bool:
+    """Whether a text is a number of two meanings: 1,234; where its column has decimal `commas`, also 1.234."""
+    return _has_digits(value, _EITHER_BY_COMMAS if commas else _EITHER)
+
+
+def has_decimal_comma(value: Any) -> bool:
+    """Whether a text is a number written as 1.234,5 is."""
+    return _has_digits(value, _COMMA)
+
+
+def _has_digits(value: Any, form: re.Pattern[str]) -> bool:
+    match = _AMOUNT.fullmatch(value) if isinstance(value, str) and len(value) <= _LONGEST else None
+    return match is not None and form.fullmatch(match[2]) is not None
 
 
 def as_text(value: Any) -> str:

@@ -31,6 +31,8 @@ from trainer_lib.recipes.tables.cells import (
     as_number,
     as_text,
     fold,
+    has_decimal_comma,
+    is_in_two_ways,
     is_index,
     looks_like_date,
     number_of,
@@ -129,6 +131,7 @@ class Table:
         self.notes: list[str] = []
         self.unread: dict[str, str] = {}
         self.gaps: Counter[str] = Counter()
+        self._marked: set[str] = set()  # columns with texts that Python reads as no number
 
     def __len__(self) -> int:
         return len(self.places)
@@ -171,11 +174,13 @@ class Table:
         """Return the `numbers` of a column that holds numbers; None for another.
 
         Raises:
-            DataError: most of its values are numbers and some are not; the error names the first of those.
+            DataError: most of its values are numbers and some are not, or some can be read in two ways; the error names
+                the first of those.
         """
         numbers, values = self.numbers(name), self.count(name)
         others = values - np.count_nonzero(np.isfinite(numbers))
         if not values or not others or 2 * others > values:
+            self._refuse_two_ways(name, not others)
             return numbers if values and not others else None
         texts = ((row, value) for row, value in enumerate(self.columns[name]) if value is not None)
         wrong = ((row, value) for row, value in texts if number_of(value) is None)
@@ -191,6 +196,19 @@ class Table:
             f"({READ}.na_values=[…], {READ}.thousands=…), or declare texts: prepare.options.categorical=[{name}].",
         )
 
+    def _refuse_two_ways(self, name: str, are_numbers: bool) -> None:
+        """Raise DataError where all texts of a column are numbers, and some of them can be read in two ways."""
+        values = self.columns[name]
+        known = (value for value in values if value is not None)
+        if name not in self._marked or not (are_numbers or all(map(_may_be_number, known))):
+            return
+        commas = any(map(has_decimal_comma, values))
+        rows = (row for row, value in enumerate(values) if is_in_two_ways(value, commas=commas))
+        if (first := next(rows, None)) is not None:
+            what = f"{self.places[first]}, column '{name}': '{values[first]}' can be read in two ways."
+            remedy = f'Say what the marks are: {READ}.decimal="," or {READ}.thousands=",".'
+            raise DataError(what, field=SOURCES, remedy=remedy)
+
     def count(self, name: str) -> int:
         """Count the values that a column has."""
         return len(self) - sum(map(is_, self.columns[name], repeat(None)))
@@ -204,6 +222,7 @@ class Table:
                 numbers[start : start + len(some)] = list(map(float, some))
             except (TypeError, ValueError, OverflowError):
                 numbers[start : start + len(some)] = list(map(as_number, some))
+                self._marked.add(name)
         numbers[~np.isfinite(numbers)] = math.nan
         return numbers
 
@@ -244,6 +263,10 @@ class Table:
             other = f"read its words: prepare.options.hashed={{{name}: 64}}"
             other = f"read dates: prepare.options.dates={{{name}: null}}" if looks_like_date(first) else other
             raise DataError(what, field=SOURCES, remedy=f"Leave it out: prepare.options.ignore=[{name}]; or {other}.")
+
+
+def _may_be_number(value: Any) -> bool:
+    return number_of(value) is not None or is_in_two_ways(value)
 
 
 def count_different(values: np.ndarray) -> int:
