@@ -161,6 +161,10 @@ COLUMNS: dict[str, Ugly] = {
         "New  York,{n},{l}\nnew york,{n},B\nx,{n},A", head="x,n,label", options={"merge": ["x", "label"]},
         first={"x": "new york"}, new={"n": 1, "x": " NEW York", "expected": "new york"},
     ),
+    "numbers as names": Ugly(
+        "{n}.0,{n},{l}", head="x,n,label", options={"categorical": ["x"]}, first={"x": "10"},
+        new={"n": 1, "x": 11.0, "expected": "11"},
+    ),
     "case is pointed at": Ugly(
         "New  York,{n},{l}\nnew york,{n},B", head="x,n,label", first={"x": "New  York"},
         words=("prepare.options.merge=[x] makes them one", "'B' and 'b', which differ in case"),

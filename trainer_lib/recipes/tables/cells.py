@@ -132,6 +132,12 @@ def text_of(value: Any) -> str:
     return str(int(value)) if isinstance(value, float) and value.is_integer() else str(value)
 
 
+def name_of(value: Any) -> str:
+    """A value of a column whose numbers are names: pandas writes 3.0 for 3 where others are missing."""
+    text = text_of(value)
+    return text[:-2] if text.endswith(".0") and text[:-2].isdecimal() else text
+
+
 def id_of(value: Any, place: str) -> int | str | None:
     """The id of a row as its file has it; None where it is missing."""
     if value is None or value == "":

@@ -34,6 +34,7 @@ from trainer_lib.recipes.tables.cells import (
     is_index,
     iso_dates,
     looks_like_date,
+    name_of,
     number_of,
     part_names,
     plain_value,
@@ -183,8 +184,9 @@ class TabularRows:
         """The rows of some files."""
         chosen = self.options
         reading = read_reading(chosen["read"])
+        named = dict.fromkeys(chosen.get("categorical", ()), partial(_named, reading=reading))
         merged = dict.fromkeys(chosen.get("merge", ()), partial(_folded, reading=reading))
-        readers: dict[str, Reader] = {**merged, **self._label_reader(), **self._readers(), chosen["id"]: id_of}
+        readers: dict[str, Reader] = {**named, **merged, **self._label_reader(), **self._readers(), chosen["id"]: id_of}
         ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
         return read_table(
             addresses,
@@ -450,6 +452,7 @@ class TabularRows:
         chosen, merged = self.options, set(self.options["merge"])
         columns = dict.fromkeys(self.numbers, number)
         columns |= {name: "folded?" if name in merged else "text?" for name in (*self.texts, *chosen["hashed"])}
+        columns |= dict.fromkeys((name for name in chosen["categorical"] if columns.get(name) == "text?"), "name?")
         columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}
         dropped = [name for name in (*self.table.columns, *self.table.unread) if name not in columns]
         form = note_form(columns, self.options, dropped=dropped)
@@ -504,6 +507,11 @@ def _list_problems(problems: Sequence[DataError]) -> DataError:
 def _folded(value: Any, place: str, *, reading: Reading) -> Any:
     plain = plain_value(value, "", place, reading)
     return fold(plain) if isinstance(plain, str) else plain
+
+
+def _named(value: Any, place: str, *, reading: Reading) -> Any:
+    plain = plain_value(value, "", place, reading)
+    return None if plain is None else name_of(plain)
 
 
 def _in_order(name: str) -> tuple[float, str]:

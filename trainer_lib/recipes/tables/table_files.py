@@ -35,6 +35,7 @@ from trainer_lib.recipes.tables.cells import (
     is_in_two_ways,
     is_index,
     looks_like_date,
+    name_of,
     number_of,
     plain_value,
     read_date,
@@ -401,8 +402,9 @@ def note_form(
     """The form of new rows, for ``out.info``.
 
     Args:
-        columns: column of the model -> how it is read: number, text, folded (a text without case), date: with its form,
-            exact (a text with its spaces) or words (a list of texts); with "?" a value may be missing.
+        columns: column of the model -> how it is read: number, text, name (a text; 3.0 is 3), folded (a text without
+            case), date: with its form, exact (a text with its spaces) or words (a list of texts); with "?" a value may
+            be missing.
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
@@ -519,5 +521,7 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
 def _as_kind(found: Any, kind: str, name: str, place: str) -> Any:
     if kind.startswith("date:"):
         return read_date(str(found), kind.removeprefix("date:"), name, place)
+    if kind == "name":
+        return name_of(found)
     text = text_of(found) if kind in ("text", "folded") else found
     return fold(text) if kind == "folded" else text
