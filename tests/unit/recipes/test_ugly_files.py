@@ -132,6 +132,7 @@ READ: dict[str, Ugly] = {
         bz2.compress(json.dumps([{"x": 10 + row, "label": "ab"[row % 2]} for row in range(ROWS)]).encode()),
         name="data.json.bz2", first={"x": 10},
     ),
+    "columns that were in use": Ugly("{n};{l};;", head="x;label;;", first={"x": 10}),
     "years as columns": Ugly("{n},{n},{l}", head="2019,2020,label", first={"2019": 10}, words=("looks like a row",)),
 }  # fmt: skip
 

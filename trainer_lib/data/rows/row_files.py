@@ -156,12 +156,17 @@ def _read_csv(stream: Any, file: RowFile, usual: str, notes: list[str], reading:
 def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: list[str]) -> Iterator[Raw]:
     """Rows by the names of their columns, which stand in the first line."""
     number, header = next(lines, (1, []))
+    first = next(lines, (number, []))
+    width = max((place for place, name in enumerate(header, 1) if name), default=0)
+    # Excel writes columns that were once in use.
+    if header.count("") > 1 and any(first[1][:width]) and not any(first[1][width:]):
+        header = header[:width]
     if twice := {name for name in header if header.count(name) > 1}:
         hint = "" if min(twice) else f"; the names of the columns may stand below it ({READ}.skip_lines)"
         raise refuse_row(f"{file.address}, line {max(number, 1)}", min(twice), f"the column is there twice{hint}")
     if number and looks_like_row(header):
         notes.append(f"The first line of {file.address} names the columns, and looks like a row ({READ}.columns).")
-    for line, values in lines:
+    for line, values in itertools.chain([first] if first[1] else [], lines):
         yield line, partial(_name_cells, header, values)
 
 
@@ -171,6 +176,8 @@ def _add_columns(parse: Callable[[], Any], columns: Mapping[str, str | None]) ->
 
 
 def _name_cells(header: list[str], values: list[Any]) -> dict[str, Any]:
+    if len(values) > len(header) and not any(values[len(header) :]):
+        values = values[: len(header)]
     if len(values) != len(header):
         raise ValueError(f"it has {counted(len(values), 'value')}, and the header has {counted(len(header), 'column')}")
     return dict(zip(header, values, strict=True))
