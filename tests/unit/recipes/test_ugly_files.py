@@ -162,6 +162,10 @@ COLUMNS: dict[str, Ugly] = {
         "New  York,{n},{l}\nnew york,{n},B\nx,{n},A", head="x,n,label", options={"merge": ["x", "label"]},
         first={"x": "new york"}, new={"n": 1, "x": " NEW York", "expected": "new york"},
     ),
+    "two classes of one number": Ugly(
+        "{n},{l},1\n{n},{l},0\n{n},{l},1.0", head="x,c,label", first={"c": "a"},
+        words=("'1' and '1.0', which are one number and count as two texts.",),
+    ),
     "numbers as names": Ugly(
         "{n}.0,{n},{l}", head="x,n,label", options={"categorical": ["x"]}, first={"x": "10"},
         new={"n": 1, "x": 11.0, "expected": "11"},

@@ -334,11 +334,14 @@ class TabularRows:
         return [mean, spread if spread > 0 else 1.0]
 
     def _warn_of_cases(self, name: str, texts: Iterable[str]) -> None:
-        alike: dict[str, str] = {}
+        alike: dict[str | float, str] = {}
         for text in texts:
-            if (other := alike.setdefault(fold(text), text)) != text:
-                what = f"The column '{name}' has '{other}' and '{text}', which differ in case or blanks only"
-                hint = f" (prepare.options.merge=[{name}] makes them one)" if "merge" in self.options else ""
+            number = number_of(text)
+            if (other := alike.setdefault(fold(text) if number is None else number, text)) != text:
+                why = "differ in case or blanks only" if number is None else "are one number"
+                what = f"The column '{name}' has '{other}' and '{text}', which {why}"
+                merges = number is None and "merge" in self.options
+                hint = f" (prepare.options.merge=[{name}] makes them one)" if merges else ""
                 self._warnings.append(f"{what} and count as two texts{hint}.")
                 return
 
