@@ -40,6 +40,7 @@ _ID = re.compile(r"(?i:(.*[_\s.-])?(id|key|uuid|nr|number)|index)|.*[a-z](ID|Id|
 _BLANK = re.compile(r"\s")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # which YAML reads as something else
+_ZEROS = re.compile(r"0\d+")  # no amounts: a postcode, the number of a customer
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
 _FEW = 20  # a label with more different numbers is an amount
 _MOST_NAMES = 50
@@ -104,7 +105,7 @@ class Guesses(Guess):
         self._ignored: dict[str, str] = {}
         self._lists: set[str] = set()
         self._numbers: dict[str, np.ndarray] = {}
-        self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": []}
+        self._kinds: dict[str, Any] = {"read": {}, "dates": {}, "hashed": {}, "merge": [], "categorical": []}
         self._table = self._read(address)
         self._label = self._find_label(label)
         self.recipe = self._find_recipe()
@@ -218,6 +219,8 @@ class Guesses(Guess):
             self._look_at_texts(name, texts, different)
 
     def _is_number(self, name: str, texts: Sequence[str]) -> bool:
+        if any(map(_ZEROS.fullmatch, texts)):
+            return False
         others = Counter(text for text in texts if number_of(text) is None and text not in USUAL)
         are_thousands = bool(others) and all(map(_THOUSANDS.fullmatch, others))
         if 2 * sum(others.values()) > len(texts) and not are_thousands:
@@ -260,6 +263,8 @@ class Guesses(Guess):
     def _look_at_texts(self, name: str, texts: Sequence[str], different: int) -> None:
         if different <= max(_MOST_NAMES, len(self._table) / 2):
             self._find_merged(name, texts)
+            if any(map(_ZEROS.fullmatch, texts)):
+                self._kinds["categorical"].append(name)
         elif np.mean([len(text.split()) for text in texts]) >= 3:
             self._kinds["hashed"][name] = 64
             self.comments.append(f"Column {name} has free texts, whose words are hashed; or text-classification.")
@@ -287,6 +292,7 @@ class Guesses(Guess):
             "dates": "null: the one form that fits; or such as %d/%m/%Y",
             "hashed": "numbers that the words of a text become",
             "merge": "texts differ in case or blanks only",
+            "categorical": "zeros in front: names",
         }
         self.options |= {name: (value, reasons[name]) for name, value in self._kinds.items() if value}
         if self._ignored:

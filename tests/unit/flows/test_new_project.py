@@ -189,6 +189,8 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
          "tabular-classification", "can be read in 2 ways"),
         ('size,asked,price\n' + "".join(f'"{row},000",{row * 7}.5 €,{row * 7}.5\n' for row in range(1, 50)), None,
          "tabular-regression", "LEAK? asked alone predicts 100% of the label"),
+        ("zip,label\n" + "".join(f"0{row % 9}111,{row % 2}\n" for row in range(50)), None,
+         "tabular-classification", "categorical: [zip]  # zeros in front: names"),
         ("y,no\n" + "".join(f"{row % 2},{row}\n" for row in range(50)), "no", "tabular-regression", 'label: "no"'),
     ],
 )  # fmt: skip

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property, partial
-from itertools import chain, compress
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +26,7 @@ from trainer_lib.recipes.shared.recipe_options import (
 )
 from trainer_lib.recipes.tables.cells import (
     PARTS,
+    USUAL,
     as_number,
     as_text,
     date_parts,
@@ -59,7 +60,7 @@ if TYPE_CHECKING:
 
 FIELD = "prepare.options"
 _RESERVED = ("labels", "row_id")
-_PLAIN_NUMBER = re.compile(r"[-+]?[\d.]+([eE][-+]?\d+)?")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers
 _LISTED = 20  # problems
 _FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
@@ -283,9 +284,11 @@ class TabularRows:
         if self.options["missing"] == "refuse" and np.isnan(values).any():
             remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
             self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean and prepare.allow_nan=true.")
-        first = next((value for value in self.table.columns[name] if value is not None), None)
-        if isinstance(first, str) and not _PLAIN_NUMBER.fullmatch(first):
-            self._warnings.append(f"The column '{name}' is read as numbers: '{first}' is {as_number(first):g}.")
+        texts = (text for text in islice(self.table.columns[name], _AT_ONCE) if isinstance(text, str))
+        odd = next((text for text in texts if not _PLAIN_NUMBER.fullmatch(text) and text not in USUAL), None)
+        if odd is not None:
+            hint = f" (prepare.options.categorical=[{name}] reads names)" if odd.isdecimal() else ""
+            self._warnings.append(f"The column '{name}' is read as numbers: '{odd}' is {as_number(odd):g}{hint}.")
         self.numbers[name] = self.scale(values)
 
     def _describe_parts(self, name: str) -> None:
