@@ -166,6 +166,10 @@ COLUMNS: dict[str, Ugly] = {
         "{n},{l},1\n{n},{l},0\n{n},{l},1.0", head="x,c,label", first={"c": "a"},
         words=("'1' and '1.0', which are one number and count as two texts.",),
     ),
+    "numbers far from zero": Ugly(
+        "17000000{n},{l}", head="x,label", first={"x": 1700000010.0},
+        words=("'x' differ by some", "around 17000000", "subtract a constant"),
+    ),
     "zeros in front": Ugly(
         "{n},{n},{l}\n0{n},{n},{l}", head="x,n,label", first={"x": 10.0},
         words=("'010' is 10 (prepare.options.categorical=[x] reads names).",),

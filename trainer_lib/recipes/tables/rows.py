@@ -62,6 +62,7 @@ FIELD = "prepare.options"
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+([eE][-+]?\d+)?")
 _AT_ONCE = 10_000  # numbers
+_ROUNDING = 2.0**-20  # of a number in the batches, float32, times 8
 _LISTED = 20  # problems
 _FEW_CLASSES = 20  # more different labels such as 3.5 are amounts; whole numbers may be many classes
 
@@ -290,6 +291,7 @@ class TabularRows:
             hint = f" (prepare.options.categorical=[{name}] reads names)" if odd.isdecimal() else ""
             self._warnings.append(f"The column '{name}' is read as numbers: '{odd}' is {as_number(odd):g}{hint}.")
         self.numbers[name] = self.scale(values)
+        self._warn_of_rounding(name, *self.numbers[name])
 
     def _describe_parts(self, name: str) -> None:
         if name in self.options["hashed"]:
@@ -335,6 +337,11 @@ class TabularRows:
         spread = float(np.sqrt(np.square(values, out=values).mean()))  # `std` makes a copy
         # A constant column says nothing; dividing by its spread would make its noise large.
         return [mean, spread if spread > 0 else 1.0]
+
+    def _warn_of_rounding(self, name: str, mean: float, spread: float) -> None:
+        if abs(mean) * _ROUNDING > spread != 1.0:  # that of a constant column
+            what = f"The numbers of the column '{name}' differ by some {spread:.3g} around {mean:.10g}"
+            self._warnings.append(f"{what}, which 32 bits round: subtract a constant from them.")
 
     def _warn_of_cases(self, name: str, texts: Iterable[str]) -> None:
         alike: dict[str | float, str] = {}
@@ -450,7 +457,9 @@ class TabularRows:
             what = f"The label '{self.label}' holds texts, such as '{next(self.table.each_text(self.label))}'."
             remedy = "Use the recipe tabular-classification, or leave prepare.options.target out."
             raise DataError(what, field=f"{FIELD}.label", remedy=remedy)
-        return self.scale(numbers)
+        mean, spread = self.scale(numbers)
+        self._warn_of_rounding(self.label, mean, spread)
+        return [mean, spread]
 
     def info(self) -> dict[str, Any]:
         """Facts of the features for `build_model` and for predictions of new rows, as JSON."""
