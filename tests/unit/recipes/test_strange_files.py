@@ -74,7 +74,7 @@ def dates(form: str) -> list[str]:
 FORMS: dict[str, str | None] = {
     **dict.fromkeys(("{y}-{m:02}-{d:02}", "{y}/{m}/{d}", "{y}-{m:02}-{d:02}T10:00:00+02:00", "{y}{m:02}{d:02}")),
     **dict.fromkeys(("{d:02}.{m:02}.{y}", "{d}.{m}.{y} 17:30", "{d:02}/{m:02}/{y} 08:00:00 +0100", "{d} {b} {y}")),
-    **dict.fromkeys(("{m}/{d}/{y}", "{m}/{d}/{y} 3:15 PM", "{b} {d}, {y}", "{d:02}-{b}-{y}")),
+    **dict.fromkeys(("{m}/{d}/{y}", "{m}/{d}/{y} 3:15 PM", "{b} {d}, {y}", "{d:02}-{b}-{y}", "{d:02}-{b}-{yy}")),
     "{d:02}{m:02}{y}": "%d%m%Y",
     "{d:02}.{m:02}.{yy}": "%d.%m.%y",
     "week of {d:02}.{m:02}.{y}": "week of %d.%m.%Y",

@@ -39,6 +39,7 @@ _AT_ONCE = 100_000
 _NUMERIC = re.compile(r"(\d{1,4})(\W)\s?\d{1,2}\2\s?(\d{1,4})(?!\d)")
 _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S %p")
 _CLOCK_FORMATS = ("", *("".join(pieces) for pieces in itertools.product((" ", ", ", "T"), _CLOCKS, ("", "%z", " %z"))))
+_NAMED = ("%d-%b-%y", "%d %b %y")  # which pandas does not guess, and databases write
 _DIGITS = re.compile(r"\d{7,8}")
 
 
@@ -226,7 +227,8 @@ def find_forms(text: str) -> list[str]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about the order of day and month, which is checked with all times
             guesses = [guess_datetime_format(text, dayfirst=first) for first in (False, True)]
-        return [form for form in dict.fromkeys(guesses) if form is not None]
+        found = [form for form in dict.fromkeys(guesses) if form is not None]
+        return found or [form for form in _NAMED if not np.isnat(parse_times([text], form)[0])]
     between = re.split(r"\d+", match[0])[1]
     year = "%Y" if max(len(match[1]), len(match[3])) == 4 else "%y"
     dates = [between.join(order) for order in itertools.permutations(("%d", "%m", year))]
