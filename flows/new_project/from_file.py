@@ -32,7 +32,7 @@ from trainer_lib.recipes.tables.cells import (
     number_of,
     plain_value,
 )
-from trainer_lib.recipes.tables.table_files import Table, naming_sources
+from trainer_lib.recipes.tables.table_files import SAME, Table, naming_sources
 
 _ROWS = 20_000  # that are looked at
 _LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
@@ -128,11 +128,12 @@ class Guesses(Guess):
         return "target" in self.options
 
     def _read(self, address: str) -> Table:
-        table, bad = Table([], {}), list[DataError]()
+        table, bad, differ = Table([], {}), list[DataError](), False
         with naming_sources("--from"):
             for place, row in islice(read_rows(find_row_files([address]), table.notes, Reading(), bad), _ROWS):
                 if not isinstance(row, Mapping):
                     raise DataError("The rows have no columns.", field="--from", value=address)
+                differ = differ or (bool(table.places) and row.keys() != table.columns.keys())
                 for name in [name for name in row if name not in table.columns]:
                     table.columns[name] = [None] * len(table.places)
                 for name, values in table.columns.items():
@@ -143,6 +144,8 @@ class Guesses(Guess):
         self.comments += table.notes
         if bad:
             self.comments.append(f"{counted(len(bad), 'row')} cannot be read; the first: {bad[0].message}")
+        if differ:
+            self.comments.append(f"Rows lack columns, which prepare-data refuses: {SAME}.")
         for name in table.unread:
             del table.columns[name]
             self.comments.append(f"Column {name} has lists or objects, and is left out.")

@@ -191,14 +191,17 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
          "tabular-regression", "LEAK? asked alone predicts 100% of the label"),
         ("zip,label\n" + "".join(f"0{row % 9}111,{row % 2}\n" for row in range(50)), None,
          "tabular-classification", "categorical: [zip]  # zeros in front: names"),
+        ('{"x": 1, "n": 2, "label": "a"}\n{"n": 3, "label": "b"}\n' * 30, None,
+         "tabular-classification", "Rows lack columns, which prepare-data refuses"),
         ("y,no\n" + "".join(f"{row % 2},{row}\n" for row in range(50)), "no", "tabular-regression", 'label: "no"'),
     ],
 )  # fmt: skip
 def test_the_recipe_and_what_looks_wrong_are_guessed_from_the_rows(
     tmp_path: Path, content: str, label: str | None, recipe: str, words: str
 ) -> None:
-    (tmp_path / "data.csv").write_text(content)
-    starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), label)
+    path = tmp_path / ("data.jsonl" if content.startswith("{") else "data.csv")
+    path.write_text(content)
+    starting.write_project_for(tmp_path / "new", str(path), label)
     text = (tmp_path / "new" / "pipeline.yaml").read_text()
     assert f"recipe: {recipe}\n" in text
     assert words in text

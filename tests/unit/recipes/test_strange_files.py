@@ -293,6 +293,11 @@ def test_files_of_other_forms_are_read_and_what_is_unusual_is_said(
     ("name", "content", "words"),
     [
         ("a.jsonl", '{"text": "fine", "label": "a"}\n{"text": "\\ud83d", "label": "b"}', "row 1 (line 2): a text has"),
+        (
+            "a.jsonl",
+            '{"text": "a", "label": "a"}\n{"text": "b"}',
+            "'label' is missing; all rows have the same columns, with",
+        ),
         ("a.json", PRETTY[:-9], "a.json: the file begins as a JSON array, which cannot be read"),
         ("a.json", json.dumps({"data": TEXTS}, indent=1), "give one object a line"),
         ("a.jsonl", '{"text": ["a", "b"], "label": "a"}\n' * 20, "row 0 (line 1), column 'text': a list is neither"),

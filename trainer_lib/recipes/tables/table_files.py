@@ -50,6 +50,7 @@ SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
 SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
 """Ending of a file's name -> "sentences"."""
+SAME = "all rows have the same columns, with null, or an empty cell, where there is no value"
 _AT_ONCE = 10_000  # values that become numbers together
 _FEW = 50
 """A text column with more different values than this, and than half of its rows, is not a category."""
@@ -370,9 +371,9 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
     if columns.keys() == row.keys():
         return
     if extra := sorted(set(row) - set(columns)):
-        raise DataError(f"{place}: it has a column '{extra[0]}' more than the rows before.", field="rows")
+        raise DataError(f"{place}: it has a column '{extra[0]}' more than the rows before; {SAME}.", field="rows")
     lacking = min(set(columns) - set(row))
-    raise DataError(f"{place}: the column '{lacking}' is missing.", field="rows")
+    raise DataError(f"{place}: the column '{lacking}' is missing; {SAME}.", field="rows")
 
 
 def _value(
