@@ -166,6 +166,11 @@ COLUMNS: dict[str, Ugly] = {
         "{n},{l},1\n{n},{l},0\n{n},{l},1.0", head="x,c,label", first={"c": "a"},
         words=("'1' and '1.0', which are one number and count as two texts.",),
     ),
+    "two groups in two spellings": Ugly(
+        "{n},{n},{l}\n{n},k{n},{l}\n{n},K{n},{l}", head="x,g,label", first={"x": 10.0},
+        options={"split": {"by": "group", "column": "g"}, "features": ["x"], "absent_classes": True},
+        words=("'k10' and 'K10', which differ in case or blanks only",),
+    ),
     "numbers far from zero": Ugly(
         "17000000{n},{l}", head="x,label", first={"x": 1700000010.0},
         words=("'x' differ by some", "around 17000000", "subtract a constant"),

@@ -227,6 +227,8 @@ class TabularRows:
             column = self.table.require(way["column"], field=f"{FIELD}.split.column")
             self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
             keys = self.table.texts(column)
+            if way["by"] == "group":
+                self._warn_of_cases(column, dict.fromkeys(keys))
         labels = self._codes[1] if self._has_class else None
         return cut_rows(way, len(self.table), labels=labels, keys=keys, place=self.table.places.__getitem__)
 
