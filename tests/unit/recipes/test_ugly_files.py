@@ -282,6 +282,20 @@ def test_a_wrong_way_of_reading_is_refused_with_its_setting(tmp_path: Path, read
     assert str(caught.value.field).startswith("prepare.options.read.")
 
 
+@pytest.mark.parametrize(("new", "number"), [("1.500,00", 1500.0), ("1.500", None), ("15.5", 15.5), (1.125, 1.125)])
+def test_a_new_number_of_two_meanings_is_refused_where_the_training_had_decimal_commas(
+    tmp_path: Path, new: Any, number: float | None
+) -> None:
+    _, out = prepared(Ugly("1.2{n},50;{l}\nNA;a", head="x;label").write(tmp_path), missing="mean")
+    form = TableForm.of(out.info)
+    assert form is not None
+    if number is not None:
+        assert form.read({"x": new}, "row 0") == {"x": number}
+        return
+    with pytest.raises(TrainflowError, match=r"'1\.500' can be read in two ways: the training had decimal commas"):
+        form.read({"x": new}, "row 0")
+
+
 NAMELESS = {"columns": ["x", "label", "Ort"]}
 
 

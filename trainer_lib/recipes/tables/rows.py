@@ -468,6 +468,7 @@ class TabularRows:
         number = "number" if self.options["missing"] == "refuse" else "number?"
         chosen, merged = self.options, set(self.options["merge"])
         columns = dict.fromkeys(self.numbers, number)
+        columns |= {name: number.replace("number", "number,") for name in self.table.commas & self.numbers.keys()}
         columns |= {name: "folded?" if name in merged else "text?" for name in (*self.texts, *chosen["hashed"])}
         columns |= dict.fromkeys((name for name in chosen["categorical"] if columns.get(name) == "text?"), "name?")
         columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}

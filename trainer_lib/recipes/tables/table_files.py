@@ -126,6 +126,7 @@ class Table:
         notes: sentences about the files.
         unread: column that is left out because it has lists, objects or bytes -> the error about the first such value.
         gaps: text that stands for no value -> how many values it was.
+        commas: columns of numbers, once looked for, of which some have a decimal comma.
     """
 
     def __init__(self, places: Values, columns: dict[str, Values]) -> None:
@@ -133,6 +134,7 @@ class Table:
         self.notes: list[str] = []
         self.unread: dict[str, str] = {}
         self.gaps: Counter[str] = Counter()
+        self.commas: set[str] = set()
         self._marked: set[str] = set()  # columns with texts that Python reads as no number
 
     def __len__(self) -> int:
@@ -188,6 +190,7 @@ class Table:
         wrong = ((row, value) for row, value in texts if number_of(value) is None)
         first = next((row for row, value in wrong if value not in USUAL), None)
         if first is None:
+            self._refuse_two_ways(name, True)
             self.notes.append(f"The column '{name}' is read as numbers, and {others:,} texts such as 'NA' as no value.")
             return numbers
         raise DataError(
@@ -204,8 +207,9 @@ class Table:
         known = (value for value in values if value is not None)
         if name not in self._marked or not (are_numbers or all(map(_may_be_number, known))):
             return
-        commas = any(map(has_decimal_comma, values))
-        rows = (row for row, value in enumerate(values) if is_in_two_ways(value, commas=commas))
+        if any(map(has_decimal_comma, values)):
+            self.commas.add(name)
+        rows = (row for row, value in enumerate(values) if is_in_two_ways(value, commas=name in self.commas))
         if (first := next(rows, None)) is not None:
             what = f"{self.places[first]}, column '{name}': '{values[first]}' can be read in two ways."
             remedy = f'Say what the marks are: {READ}.decimal="," or {READ}.thousands=",".'
@@ -403,9 +407,9 @@ def note_form(
     """The form of new rows, for ``out.info``.
 
     Args:
-        columns: column of the model -> how it is read: number, text, name (a text; 3.0 is 3), folded (a text without
-            case), date: with its form, exact (a text with its spaces) or words (a list of texts); with "?" a value may
-            be missing.
+        columns: column of the model -> how it is read: number, "number," (training had decimal commas), text, name (a
+            text; 3.0 is 3), folded (a text without case), date: with its form, exact (a text with its spaces) or words
+            (a list of texts); with "?" a value may be missing.
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
@@ -495,6 +499,7 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
         value = value.item()
     value = None if value != value else value
     kind, may_lack = kind.removesuffix("?"), kind.endswith("?")
+    kind, commas = ("number", True) if kind == "number," else (kind, False)
     if kind == "words":
         # A CSV has lists as JSON.
         listed = parse_text(place, name, value, Column("list", "string")) if isinstance(value, str) else value
@@ -512,6 +517,9 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
             raise refuse_row(place, name, "there is no value, and the model was trained without gaps")
         return math.nan if kind == "number" else ""
     if kind == "number":
+        if commas and is_in_two_ways(found, commas=True):
+            what = f"'{found}' can be read in two ways: the training had decimal commas ({READ}.decimal)"
+            raise refuse_row(place, name, what)
         number = number_of(found)
         if number is None:
             raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
