@@ -178,7 +178,7 @@ def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, t
 def _beyond_state(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, dict[str, Any]]:
     """An optimizer's values besides its state and groups: what its `state_dict` adds, or attributes."""
     if type(optimizer).state_dict is not torch.optim.Optimizer.state_dict:
-        whole = optimizer.state_dict()
+        whole: Any = optimizer.state_dict()
         if not isinstance(whole, Mapping):  # a list, one for each optimizer inside
             return {"added": {_WHOLE: whole}}
         return {"added": {key: value for key, value in whole.items() if key not in ("state", "param_groups")}}

@@ -282,7 +282,7 @@ def test_a_template_that_moves_trims_or_refuses_text_is_refused_with_the_turn(te
 
 @pytest.mark.parametrize("first", ["", "system\nYou help."])
 def test_of_an_answer_before_all_questions_only_the_answer_is_trained(first: str) -> None:
-    template = ChatTemplate(family_tokenizer(), template_text(*FAMILIES["chatml"], first))
+    template = ChatTemplate(family_tokenizer(), first + template_text(*FAMILIES["chatml"]))
     tokens, trained_on = template.tokenize(read_conversation("here", {"messages": [ANSWER, *TWICE[1:]]}, "messages"))
     assert template.tokenizer.decode(tokens[trained_on]) == f"1{END}1{END}2{END}"
 
