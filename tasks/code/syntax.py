@@ -20,7 +20,7 @@ Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _READS_DOCSTRINGS = {"__doc__", "getdoc"}
 _MAX_BYTES = 16 << 20
 KEPT_FILES = 64
-"""Number of files that a process keeps the trees of."""
+"""Number of files whose trees a process caches."""
 
 
 def parse_file(path: Path, field: str) -> ast.Module:
@@ -53,7 +53,7 @@ def parse_file(path: Path, field: str) -> ast.Module:
         ) from error
 
 
-# Stages and commands of one process read the same files. Nobody changes a tree, so what is found in it is kept too.
+# Stages and commands of one process read the same files. Trees are never changed, so what follows from one is cached.
 @functools.lru_cache(KEPT_FILES)
 def _parse(source: bytes, name: str) -> ast.Module:
     return ast.parse(source, filename=name)

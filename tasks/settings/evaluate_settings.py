@@ -1,4 +1,4 @@
-"""Settings of evaluate with a form of their own: requirements, metrics, and benchmarks of lm-eval.
+"""Parsed settings of evaluate: requirements, metrics, and benchmarks of lm-eval.
 
 A requirement on a number is ``">= 0.9"``, ``">= 0.5, < 2"``, or ``{min: 0.5, max: 2}``.
 """

@@ -1,4 +1,4 @@
-"""Settings of prepare with a form of their own: sources that are trained on together, each by its weight; a cluster.
+"""Parsed settings of prepare: mixtures, which are sources with weights, and the cluster that prepares sources.
 
 Nothing of a cluster's package is imported: whether it is installed is all that can be seen before anything is placed.
 """

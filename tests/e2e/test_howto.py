@@ -33,12 +33,12 @@ HERE = [f"{stage}.launch=in_process" for stage in ("prepare", "train", "evaluate
 
 @dataclass(frozen=True)
 class Page:
-    """How a page is done: what its reader has, and text of the page -> what stands for it here."""
+    """A page: what its reader has, and replacements for parts of its text."""
 
     elsewhere: str = ""
     """The test that runs what the page is about; here its settings are understood."""
     wine: bool = True
-    """Whether its reader has a project already."""
+    """Whether the reader has a project."""
     read_as: Mapping[str, str] = field(default_factory=dict)
 
 
