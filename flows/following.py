@@ -30,7 +30,7 @@ from trainflow.tasks.stage.manifest import StageManifest, look_up, stage_store
 from trainflow.tasks.tracking import mlflow_run as tracking
 from trainflow.tasks.tracking.mlflow_run import RunHandle, find_waiting
 
-# The training that `trainflow follow` follows: where it is, whether it goes on, and which MLflow run it has.
+# The training that `trainflow follow` follows: where it is, whether it continues, and which MLflow run it has.
 #
 # It is found by its content key, so a spec in which only later stages were changed since finds the same training.
 
@@ -141,7 +141,7 @@ def change_mixture(spec: PipelineSpec, weights: Mapping[str, float]) -> dict[str
 
 
 class Watch:
-    """Looks whether a training goes on.
+    """Looks whether a training continues.
 
     Args:
         clock: seconds that only grow.
@@ -319,7 +319,7 @@ def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool,
         if once and watch.is_settling:
             return Ending("died", "The process of the training has died, and its workers may still save"), count
         if once:
-            return Ending("running", "The training goes on"), count
+            return Ending("running", "The training continues"), count
         time.sleep(every_s)
 
 

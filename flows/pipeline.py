@@ -176,7 +176,7 @@ def run_pipeline(
 ) -> PipelineResult:
     """Run the flow in this process and return its result. Prefect needs an API (`flows.server.api.prefect_api`).
 
-    A typed failure is not raised but held in `PipelineResult.error`, beside the stages that did complete;
+    A typed failure is not raised but held in `PipelineResult.error`, with the stages that did complete;
     `raise_for_error` raises it. `stop` ends the run early from another thread, as pruned; with `delivers_later` it does
     not wait for MLflow at its end; `on_closing` is called once a signal comes too late to stop anything. Ctrl-C and
     SIGTERM pass through, after the workers have been stopped and the MLflow run has been ended.

@@ -38,10 +38,10 @@ def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
     """Run every stage that the plan wants, and add the outcome of every stage to the record's result.
 
     Args:
-        stop: once set, the stages at work save and end.
+        stop: once set, running stages save and end.
 
     Raises:
-        TrainflowError: the failure of the first stage that failed. Stages that ran beside it have ended, too: their
+        TrainflowError: the failure of the first stage that failed. Stages that ran alongside it have ended, too: their
             results are committed.
     """
     _warn(plan)

@@ -63,7 +63,7 @@ class Stage:
         splits: returns setting -> names of the splits that it asks of the prepared data.
         places: returns label -> URL of what people look for in the stage's result.
         inspect: returns what is wrong with a committed result beyond the stage's folder, or None.
-        track: logs to MLflow what only this stage has, beside its metrics; the last argument is False for a cached one.
+        track: logs to MLflow what only this stage has besides metrics; the last argument is False for a cached one.
     """
 
     name: str

@@ -110,7 +110,7 @@ class LaunchSettings(LaunchConfig):
         return replace(self, nodes=1, node_rank=None, rendezvous=None, config_file=None, kind=kind)
 
     def to_config(self) -> LaunchConfig:
-        """These settings as the launcher takes them, which goes on to change them without validating a spec."""
+        """These settings as the launcher takes them, which changes them further without validating a spec."""
         # A plain dataclass: `replace` on this class would validate every change again.
         return LaunchConfig(**{setting.name: getattr(self, setting.name) for setting in fields(self)})
 

@@ -260,7 +260,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunPoints:
-    """The MLflow run of a training, as an evaluation beside it writes it. Only `close` waits for the server."""
+    """The MLflow run of a training, as an evaluation alongside it writes it. Only `close` waits for the server."""
 
     def __init__(self, handle: RunHandle) -> None:
         self.handle = handle

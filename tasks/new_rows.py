@@ -3,7 +3,7 @@
     <to>/key.json         what decides the predictions: model, rows, settings
     <to>/predictions/     part-00000.parquet (or .jsonl) and so on: each a fixed range of the rows
     <to>/records/         which parts are finished, for a run that continues
-    <to>/claims/          which worker is at work on which part (`locks.shared_parts`)
+    <to>/claims/          which worker is working on which part (`locks.shared_parts`)
     <to>/COMMIT.json      written last: every part with its SHA-256
 
 Neither prefect nor torch is imported here: the model is loaded by a worker.
@@ -116,7 +116,7 @@ class RowsJob:
         _require_columns(asked.constants, model)
         files = tuple(find_row_files(asked.data))
         to = None if asked.to is None else Store.open(asked.to, field="--to")
-        # Remembered beside the predictions: a run that continues does not read all rows for their digest again.
+        # Remembered next to the predictions: a run that continues does not read all rows for their digest again.
         memory = to.local_path("sources.json") if to is not None and to.is_local else None
         sources = fingerprints([file.address for file in files], memory=memory, field=FIELD)
         fields = {

@@ -10,7 +10,7 @@ are gone when it has no child left. On other systems it lists its descendants th
 identified by (pid, start time), so a recycled pid is never signalled.
 
     end of file on the pipe    SIGTERM to the workers, SIGKILL to what is left after `grace` seconds; 0: SIGKILL at once
-    "stop"                     as above, while the owner goes on reading the output
+    "stop"                     as above, while the owner continues reading the output
     "stacks"                   SIGUSR1 to the workers: each writes its threads' stacks into the run directory
     "kill"                     SIGKILL to everything now
     the command ends           as "stop", for the processes that the command left behind

@@ -178,7 +178,7 @@ class Run:
             The run that went on: this one, or another one where the recipe was changed.
 
         Raises:
-            ConfigError: it has finished, is at work, or lacks something that is not on this machine.
+            ConfigError: it has finished, is running, or lacks something that is not on this machine.
             TrainflowError: a stage failed.
         """
         from trainflow.flows.runs.resumption import prepare_resumption, require_unfinished
@@ -308,7 +308,7 @@ def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineRe
         choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
 
     Raises:
-        TrainflowError: a stage failed; the run so far is recorded, and the same call goes on with it.
+        TrainflowError: a stage failed; the run so far is recorded, and the same call continues with it.
     """
     Store.open(spec.storage).ensure_writable()  # before an engine starts, which takes seconds
     quiet_environment()

@@ -86,7 +86,7 @@ class Spec:
             progress: show how it goes; False: show nothing.
 
         Raises:
-            TrainflowError: a stage failed. What it had committed stays, and the same call goes on.
+            TrainflowError: a stage failed. What it had committed stays, and the same call continues.
         """
         only, start = require_stage(only, "only"), require_stage(start, "start")
         forced = [stage for name in force if (stage := require_stage(name, "force"))]
@@ -96,14 +96,14 @@ class Spec:
     def sweep(self, *, progress: bool = True) -> Sweep:
         """Run the trials that its section `sweep` describes, in processes of their own, and return what they came to.
 
-        The same call goes on with a sweep that was interrupted; no trial runs twice.
+        The same call continues with a sweep that was interrupted; no trial runs twice.
 
         Args:
             progress: show a line for each trial; False: show nothing.
 
         Raises:
             ConfigError: the spec has no sweep, or one that cannot work.
-            TrainflowError: it ended before its last trial. What had ended stays, and the same call goes on.
+            TrainflowError: it ended before its last trial. What had ended stays, and the same call continues.
         """
         from trainflow.flows.cli import terminal
         from trainflow.flows.cli.commands import sweep as shown

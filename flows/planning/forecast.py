@@ -307,10 +307,10 @@ def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
         size = None if tensors is None else tensors + _LOADING_BYTES
     saves = 0 if length is None else length.saves
     limit = args.save_total_limit
-    # The oldest goes after the newest is complete; the best one may stay beside those that are kept.
+    # The oldest goes after the newest is complete; the best one may stay with those that are kept.
     most = saves if not limit else limit + 1 + bool(args.load_best_model_at_end)
     model = 0 if estimate is None else estimate.size.stored_bytes
-    # Published once more, beside the export of the stage.
+    # Published once more, besides the export of the stage.
     copies = 2 if plan.spec.publish.enabled and plan.spec.publish.to is None else 1
     return Room(size, min(saves, most), copies * model, free_bytes(plan.spec.storage))
 

@@ -148,7 +148,7 @@ class Plan:
         """Check a spec and plan it. Reads the recipe, and the storage only to find `from_run`.
 
         Args:
-            as_of: when the run began that goes on: its results count as old as they were then. None: it begins now.
+            as_of: when the continued run began: results count as old as they were then. None: it begins now.
 
         Raises:
             ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage, or

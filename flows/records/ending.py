@@ -27,7 +27,7 @@ _expected: ContextVar[Ending | None] = ContextVar("trainflow_ending", default=No
 
 
 class StopRequest(threading.Event):
-    """Set by the caller of a flow, from any thread: the stage at work saves and ends, and the run ends as pruned.
+    """Set by the caller of a flow, from any thread: the running stage saves and ends, and the run ends as pruned.
 
     Attributes:
         reason: why, as a sentence.
@@ -50,7 +50,7 @@ class Ending:
         result: set as soon as the body has come to its end; None before.
         interrupt: the signal that ended it; its argument names another one than Ctrl-C.
         is_expected: whether there is a caller that reads this.
-        outlives_flow: whether that caller goes on after the flow, and calls `finish`.
+        outlives_flow: whether that caller continues after the flow, and calls `finish`.
         stop: with which the caller ends the run early.
         delivers_later: whether the caller sees to what MLflow does not have at the end; the run waits for nothing.
 

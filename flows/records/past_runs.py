@@ -3,7 +3,7 @@
     <storage>/runs/<id>/run.json        written by `trainflow.flows.reports.run_record`, again as stages end
     <storage>/runs/<id>/tags/<name>     a name that a person gave it (`trainflow tag`)
 
-The id is the first 16 hex digits of the pipeline's key: repeating a command with the same spec and recipe goes on with
+The id is the first 16 hex digits of the pipeline's key: repeating a command with the same spec and recipe continues
 the same run.
 """
 
@@ -384,7 +384,7 @@ def take_result(storage: str, run: PastRun, stage: str) -> tuple[StageManifest |
 
 
 def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
-    """The stage to go on with: the one that failed, else the first of `stages` that was not committed.
+    """The stage to continue with: the one that failed, else the first of `stages` that was not committed.
 
     Raises:
         ConfigError: the run has all of them.

@@ -57,7 +57,7 @@ class DeadRun:
         flow_run_id, name: the Prefect run.
         holder: the process that it belonged to.
         state: the type of its state.
-        seen: identifies the state in which it was seen; another one means that it goes on.
+        seen: identifies the state in which it was seen; another one means that it continues.
     """
 
     flow_run_id: UUID

@@ -28,9 +28,9 @@ from trainflow.tasks.stage.progress import Event, describe, subscribe
 if TYPE_CHECKING:
     from trainflow.flows.reports.run_record import RunRecord
 
-# The report while the run is at work: rewritten every few seconds from the events of its stages.
+# The report of a run that has not ended: rewritten every few seconds from the events of its stages.
 #
-# The page reloads itself as long as it says that the run is at work; the report of the end takes its place. Nothing
+# The page reloads itself until then; the report of the end takes its place. Nothing
 # here fails a run or holds it up.
 
 

@@ -119,7 +119,7 @@ def render_report(
         charts: title -> SVG of the curves of the training (`draw_charts`).
         sections: those that follow the results.
         spec: the resolved spec.
-        refresh_s: the run is at work, and the page reloads itself after as many seconds; None: it has ended.
+        refresh_s: the run has not ended, and the page reloads itself after as many seconds; None: it has ended.
     """
     stages = [_stage_row(stage, result) for stage in result.get("stages", ())]
     longest = max((stage["seconds"] for stage in stages), default=0.0)

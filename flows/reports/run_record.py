@@ -8,7 +8,7 @@
     arguments.json every training argument of the stages, as this machine worked them out
     source/        the recipe's source closure
     trainflow_model.json   where the trained model's files lie, for `load_model`
-    lineage.json   what was made from what, with digests; written when the run ends, removed when it goes on
+    lineage.json   what was made from what, with digests; written when the run ends, removed when it continues
     report.html    what ran, how long, the curve, the metrics
 """
 
@@ -191,7 +191,7 @@ class RunRecord:
             return
         self._keep_sources()
         trust_storage(spec.storage)
-        # A run that goes on keeps its name; what a finished run does again is another one.
+        # A run that continues keeps its name; what a finished run does again is another one.
         self.result.run_name = None if finished else known.get("run_name")
         self.result.run_name = self.result.run_name or name_run(spec, self.id)
         self._worked_in = dict(known.get("worked_in") or {})

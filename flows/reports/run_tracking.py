@@ -510,7 +510,7 @@ def registered_as(config: RegisterConfig) -> str | None:
 
 
 def write_or_warn(what: str, write: Callable[[], object]) -> None:
-    """Write a part of what a run keeps; where that fails, the run goes on with a warning."""
+    """Write a part of what a run keeps; where that fails, the run continues with a warning."""
     try:
         write()
     except StorageGoneError as gone:  # the run fails for that reason, which is said once

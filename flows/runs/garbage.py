@@ -1,6 +1,6 @@
 """Unreferenced results of a storage, and their removal while commands run.
 
-Runs go first: those that are not at work, not among the newest of their pipeline, not tagged, registered or published.
+Runs go first: those that are not running, not among the newest of their pipeline, not tagged, registered or published.
 Then go the stages' folders that no record names any more. In every folder a note is left first, under the folder's
 lease; then the records are read once more. A run writes down the folder that a stage will look into before it looks,
 and waits for a note that it finds there, so of a run that begins and a removal at least one sees the other: nothing is
@@ -257,7 +257,7 @@ def find_garbage(
     """Find what nothing refers to. Nothing is changed.
 
     Args:
-        keep: number of a pipeline's newest runs that stay, failed ones included, beside the newest that
+        keep: number of a pipeline's newest runs that stay, failed ones included, and the newest that
             finished; None: every run stays.
         config: the spec's `tracking` section; None: where a storage keeps its runs by default.
         skip_registry: do not ask MLflow's registry.
@@ -333,7 +333,7 @@ def _why_runs_stay(
 
 
 def _at_work(folder: Store) -> str | None:
-    """The process at work on a run; one of another machine counts until `trainflow status` has seen it dead."""
+    """The process working on a run; one of another machine counts until `trainflow status` has seen it dead."""
     return next((str(sign.holder) for sign in read_signs(folder) if sign.life() != "dead"), None)
 
 

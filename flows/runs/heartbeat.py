@@ -1,4 +1,4 @@
-"""The sign of life that a command at work on a run keeps on the storage, and what it says about a run.
+"""The sign of life that a command working on a run keeps on the storage, and what it says about a run.
 
     <storage>/runs/<id>/alive/<random>.json     which process works on it, and its Prefect flow run
     <storage>/runs/<id>/alive/<random>.beat     the stage it is at and how far, written every ten seconds

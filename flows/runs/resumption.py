@@ -46,11 +46,11 @@ def require_unfinished(past: PastRun, status: RunStatus | None, *, named: str) -
     """Refuse a run that has finished, or that a process works on.
 
     Args:
-        status: how it is now, if it is at work.
+        status: how it is now, if it is running.
         named: the word that meant it, for the message of an error.
 
     Raises:
-        ConfigError: there is nothing to go on with.
+        ConfigError: there is nothing to continue with.
     """
     if status is not None:
         raise ConfigError(
@@ -102,7 +102,7 @@ def find_still_forced(past: PastRun, plan: Plan) -> list[str]:
 
 
 def plan_of_try(choose: Callable[..., Plan], force: Sequence[str], began: datetime | None) -> Plan:
-    """Plan one try of a flow run: a retry goes on from what the tries before it have forced.
+    """Plan one try of a flow run: a retry continues from what the tries before it have forced.
 
     Args:
         choose: makes a plan from `force` and `as_of`.

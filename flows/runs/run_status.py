@@ -28,7 +28,7 @@ class RunStatus:
         state: running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives
             no sign of life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel),
             pruned (by its sweep); died (its process ended without a word).
-        sign: the process at work on it, or the one that died; None: the run has ended, or died before it began.
+        sign: the process working on it, or the one that died; None: the run has ended, or died before it began.
         unswept: signs of dead processes, which `sweep` removes.
     """
 
@@ -86,7 +86,7 @@ def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
     """The states of all recorded runs at one look, the newest first; of runs that have ended only the record.
 
     Args:
-        closely: ids of runs that are at work until their processes have ended, also when the record says how.
+        closely: ids of runs that are running until their processes have ended, also when the record says how.
 
     Raises:
         StorageError: the storage cannot be read.
@@ -137,7 +137,7 @@ def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
     # Read again: a process may have given a sign of life since.
     signs = {run_id: read_signs(folder) for run_id, folder in folders.items()}
     dead = {status.run.id: [sign for sign in status.unswept if sign in signs[status.run.id]] for status in statuses}
-    # A run that is retried has its id again: the sign of the ended process says nothing about the one at work.
+    # A run that is retried has its id again: the sign of the ended process says nothing about the new one.
     at_work = {sign.flow_run_id for run_id, found in signs.items() for sign in found if sign not in dead[run_id]}
     gone = [(sign.flow_run_id, sign.holder) for found in dead.values() for sign in found]
     left = end_runs_of([(run_id, holder) for run_id, holder in gone if run_id is not None and run_id not in at_work])
@@ -204,7 +204,7 @@ def _age_s(sign: Sign) -> float | None:
 
 def _record_death(folder: Store, status: RunStatus) -> None:
     """Record that a run has died, and where, unless another process has recorded it."""
-    # Read again: the same command may be at work on it.
+    # Read again: the same command may be working on it.
     record = read_record(folder)
     if record.get("status") != "RUNNING" or any(sign not in status.unswept for sign in read_signs(folder)):
         return

@@ -32,7 +32,7 @@ SERVER_FOLDER = "TRAINFLOW_SERVER_FOLDER"
 HEARTBEAT_S = 30
 # Four beats: a busy machine may miss one.
 _SILENT = timedelta(seconds=4 * HEARTBEAT_S)
-# A crash counts when the run was at work; one that never began would only crash again, at once and for ever.
+# A crash counts when the run had begun; one that never began would only crash again, at once and for ever.
 _LONGEST = timedelta(days=60)
 # A worker's second report comes seconds after the first one, on a busy machine ten.
 _REPORTED = timedelta(seconds=20)

@@ -244,7 +244,7 @@ def watch_for(
 
 
 async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None:
-    """Serve until SIGINT or SIGTERM; then let the run that is at work save and end, before the runner itself ends."""
+    """Serve until SIGINT or SIGTERM; then let its run save and end, before the runner itself ends."""
     loop = asyncio.get_running_loop()
     serving = asyncio.create_task(runner.start())
     ending: list[asyncio.Task[None]] = []
@@ -302,7 +302,7 @@ class Target:
         pool: the work pool.
         image: the container that runs it, for pools of type docker and kubernetes.
         variables: further job variables, as NAME=VALUE.
-        limit: how many of its runs may be at work at once, the others wait; None: any number.
+        limit: how many of its runs may be running at once, the others wait; None: any number.
         retry_crashed: how often a run that crashed runs again.
         watch: folder or URL that is to be watched; None: none.
     """

@@ -229,7 +229,7 @@ class _Sweep:
         run_as_flow(self._spec, self._settings, self._keep_slots, debug=self._debug)
 
     def _keep_slots(self, trials: UnseenTrials) -> str:
-        """Keep slots at work until every trial has ended, one of them reports a failure, or we are interrupted.
+        """Keep slots running until every trial has ended, one of them reports a failure, or we are interrupted.
 
         Returns:
             What of the failure, in one line; empty without one.
@@ -314,7 +314,7 @@ class _Sweep:
         return None if found is None else str(found)
 
     def _open_run(self) -> None:
-        """The parent of the trials' runs; a repeated command goes on with the same one."""
+        """The parent of the trials' runs; a repeated command continues with the same one."""
         settings, name = self._settings, f"{self._spec.name}-{self._settings.name}"
         chosen = settings.model_dump(mode="json", exclude={"name", "parallel", "runner"}, exclude_none=True)
         chosen["space"] = {key: json.dumps(values) for key, values in chosen["space"].items()}

@@ -3,7 +3,7 @@
     python -m trainflow.flows.sweeps.trial_slot      orders: one line of JSON on stdin; events: lines of JSON on stdout
 
 Its owner keeps stdin open: when that ends, however the owner ended, the slot ends at once, and the guards of its
-workers end those. What it was at work on is claimed again by the next slot, and goes on from its checkpoints.
+workers end those. What it was working on is claimed again by the next slot, and continues from its checkpoints.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from trainflow.tasks.tracking.notifying import NotifySettings
 PARENT = "mlflow.parentRunId"
 _VARIED = ("prepare", "train", "evaluate")
 _EVALUATED = "eval_"
-# What every evaluation reports, beside what compute_metrics returns.
+# What every evaluation reports, besides what compute_metrics returns.
 _ALWAYS = ("loss", "runtime", "samples_per_second", "steps_per_second", "rows")
 _TRAINED = "train_"
 # A change of these makes trials that cannot be compared with the earlier ones.
@@ -120,7 +120,7 @@ def _first_values(settings: SweepSettings) -> dict[str, Any]:
 
 
 def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
-    """Refuse to go on with the study of another spec.
+    """Refuse to continue the study of another spec.
 
     Raises:
         ConfigError: it names what differs.

@@ -1,7 +1,7 @@
 """A sweep as a flow of Prefect, with trials as tasks.
 
 The tasks run in threads of the command and watch: what trains is a slot, a process of this machine. A task runner that
-carries tasks elsewhere (Dask, Ray) could not do better. Whether a trial is at work is a lock that this machine's kernel
+carries tasks elsewhere (Dask, Ray) could not do better. Whether a trial is running is a lock that this machine's kernel
 gives back, and a slot ends with its owner by a pipe; neither reaches another machine. Trainings do: `launch.engine`.
 """
 
@@ -101,7 +101,7 @@ class SlotProcess:
 
 
 class UnseenTrials:
-    """Takes note of which slot is at work on which trial, and shows it nowhere."""
+    """Takes note of which slot is working on which trial, and shows it nowhere."""
 
     def begin(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
         """A slot has claimed a trial."""
@@ -110,7 +110,7 @@ class UnseenTrials:
         """The trial of a slot has ended."""
 
     def lose(self, slot: SlotProcess, why: str) -> None:
-        """A slot has ended, and with it the trial that it was at work on, if any."""
+        """A slot has ended, and with it the trial that it was working on, if any."""
 
 
 _log = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def run_as_flow(
     """Do the work of a sweep inside a flow of Prefect.
 
     Args:
-        work: keeps slots at work, tells its argument of their trials, and returns what failed.
+        work: keeps slots running, tells its argument of their trials, and returns what failed.
         debug: show Prefect's log here, too.
 
     Raises:

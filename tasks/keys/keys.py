@@ -1,6 +1,6 @@
 """Content keys: what decides whether a stage's committed result is still the right one.
 
-A key is the SHA-256 of canonical JSON. Every field that went into it is kept beside the result (``key.json``), so a
+A key is the SHA-256 of canonical JSON. Every field that went into it is kept next to the result (``key.json``), so a
 miss can be explained field by field. A key holds what can change the output: the resolved settings, the functions of
 the recipe that the stage calls with all that they reach, the content digests of the inputs, and the versions that
 change numerics. It holds no absolute path, no storage URL, no time, no run id, and nothing about where or on how many

@@ -37,7 +37,7 @@ class Resolver:
         self._found: dict[tuple[str, ...], Any] = {}
         self._assumed: dict[str, dict[str, str]] = {}
         self.as_of: datetime | None = None
-        """The time by which the age of results counts, for a run that goes on: when it began. None: now."""
+        """The time by which the age of results counts, for a run that continues: when it began. None: now."""
 
     def arguments(self, args: Mapping[str, Any], *, prefix: str = "train.args") -> TrainingArguments:
         """The training arguments with these settings; shared, so do not change them.

@@ -74,7 +74,7 @@ def log_models(
         StorageError: the storage cannot be read.
     """
     facts = model.facts
-    # A run that goes on may have been stopped before it had them.
+    # A continued run may have been stopped before it had them.
     is_its_run = facts.tracked_run == run.handle.token if facts.tracked_run else facts.mlflow_run_id is None
     for logged in logged_models(trained, data, model) if is_its_run else ():
         run.log_model({"model": to_record(logged.record)}, logged.files)

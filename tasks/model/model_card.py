@@ -142,7 +142,7 @@ def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) 
 
 
 def draw_files(outcomes: Sequence[Outcome]) -> dict[str, bytes]:
-    """The pictures that the card shows: path beside the card -> content."""
+    """The pictures that the card shows: path next to the card -> content."""
     return {
         _picture_path(name, outcome): as_file(drawing)
         for outcome in outcomes
@@ -200,7 +200,7 @@ def _training_time(model: StageManifest) -> str | None:
 
 
 def _history(model: StageManifest) -> list[dict[str, Any]]:
-    """The trainer's log, which lies beside the model; empty for one that an older version trained."""
+    """The trainer's log, which lies next to the model; empty for one that an older version trained."""
     try:
         found = parse_json(model.store().read_if_exists("history.json", limit=_HISTORY_BYTES) or b"[]", list)
     except (TrainflowError, ValueError):

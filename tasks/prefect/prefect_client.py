@@ -1,7 +1,7 @@
 """Prefect's client for calls that no work waits for: each ends within seconds, answered or not.
 
 Prefect's own client repeats a request that fails for a minute, and waits a minute for each answer. That suits the start
-of a flow; a stage at work must not stand still because the server does. `RunLink` shows a stage's progress there, and
+of a flow; a running stage must not stand still because the server does. `RunLink` shows a stage's progress there, and
 learns of a cancel, in a thread of its own: it tries again until the stage ends.
 """
 

@@ -128,7 +128,7 @@ def send_queued(timeout_s: float) -> None:
 
     # Prefect logs at WARNING that it is draining the queue.
     logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
-    # In a thread of its own: beside a running event loop, as in a notebook, both would return a coroutine and not wait.
+    # In a separate thread: in a running event loop, as of a notebook, both would return a coroutine and not wait.
     with ThreadPoolExecutor(1, "trainflow-send") as thread:
         thread.submit(_confirm_events, timeout_s).result()
         for kind in (EventsWorker, APILogWorker):

@@ -44,7 +44,7 @@ class StageContext:
         force: names of the stages whose committed result is discarded first ("train").
         debug: keep the workers' run files.
         resolver: what was worked out once for this run: arguments, launches, closures.
-        stop: once set, every stage at work asks its workers to save and end, and raises `Interrupted`.
+        stop: once set, every running stage asks its workers to save and end, and raises `Interrupted`.
     """
 
     name: str

@@ -203,7 +203,7 @@ class Ledger:
             if start.get("invocation") == invocation() and start.get("attempt") != before
         ]
         errors = [_error_of(end) for end in ends if end.get("outcome") == "failed"]
-        # This process goes on, so an attempt of its own without an end is one whose end could not be written.
+        # This process continues, so its own attempt without an end is one whose end could not be written.
         unwritten = sum(not end for end in ends)
         return Past(
             used=sum(error.get("class") not in free for error in errors),
@@ -289,7 +289,7 @@ def halve_evaluation_batch(args: Mapping[str, Any], halvings: int, *, shared_by:
         return dict(args)
     parsed = TrainingArguments.from_dict(args, prefix="evaluate.args")
     size = max(1, (parsed.per_device_eval_batch_size // shared_by) >> halvings)
-    # All arguments by their new names: beside an old name of the batch, the lowered one would be a contradiction.
+    # All arguments by their new names: the lowered batch would contradict an old name of it.
     return {**parsed.to_dict(), "per_device_eval_batch_size": size * shared_by}
 
 

@@ -110,7 +110,7 @@ def run_stage(
         key = current_key(key, context)
         store = stage_store(context.storage, key)
         look = partial(_look, context.storage, key, inspect)
-        # A retry of a forced stage goes on from the checkpoints that its first try has just made.
+        # A retry of a forced stage continues from the checkpoints that its first try has just made.
         force = key.stage in context.force and first_try()
         manifest = _look_or_work(key, store, context.storage, work, retries, force, max_halvings, look)
         note_refreshed(context.storage, key)

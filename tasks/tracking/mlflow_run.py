@@ -1,10 +1,10 @@
 """One MLflow run per pipeline run: opened once, re-attached by every retry and stage, ended with its status.
 
-Nothing here waits for a server or fails a stage. What the flow logs is appended to a session of the spool beside the
+Nothing here waits for a server or fails a stage. What the flow logs is appended to a session of the spool next to the
 storage (`trainer_lib.trackers.spool`), and so is what its workers log; a thread of the flow's process delivers it. What
 could not be delivered when the run ends waits there, artifacts and the run's end included, for the next command.
 
-The default tracking store is sqlite, `mlflow.db` beside a local storage root with artifacts in `mlartifacts/`. Remote
+The default tracking store is sqlite, `mlflow.db` next to a local storage root with artifacts in `mlartifacts/`. Remote
 storage has it in a folder of this user's own, one per storage; set `MLFLOW_TRACKING_URI` where machines share a run.
 The processes of the stages get a run as plain text, a `RunHandle`.
 """
@@ -220,7 +220,7 @@ class Background:
 
 
 def default_tracking_uri(storage: Store) -> str:
-    """`MLFLOW_TRACKING_URI`, else `mlflow.db` beside a local storage root or in this user's folder for a remote one."""
+    """`MLFLOW_TRACKING_URI`, else `mlflow.db` next to a local storage root, or in this user's folder."""
     return os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{_tracking_dir(storage) / 'mlflow.db'}"
 
 
@@ -297,7 +297,7 @@ def open_run(
         name, run_name, pipeline_key: the pipeline's; the run's unless `config` has one; by which `resume` finds it.
         params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
             changed ones become the artifact `params/<when>.json`.
-        token, after: the run to go on with, else one is found by `resume`; when its last command ended, as ISO time.
+        token, after: the run to continue, else one is found by `resume`; when its last command ended, as ISO time.
         tags, project: further tags; the folder whose git commit is noted, by default the working directory.
         experiment_note, leaves_local: description of an experiment that is made for it; as in `Background`.
 
@@ -319,7 +319,7 @@ def open_run(
         _log.warning("Nothing is recorded in MLflow; the spool %s cannot be written: %s", spool, error)
         return None
     run = TrackedRun(handle, session, Background(spool, uri, leaves_local=leaves_local))
-    run.set_tags(all_tags)  # also of a run that goes on: what changed since is seen
+    run.set_tags(all_tags)  # also of a continued run: what changed since is seen
     run.log_params(params)
     return run
 

@@ -270,7 +270,7 @@ def find_machines(environ: Mapping[str, str] | None = None) -> Machines | None:
     """Return the place of this machine in its job; None when no such scheduler started this process.
 
     Raises:
-        ConfigError: a variable is not a number, is missing beside the others, or contradicts them.
+        ConfigError: a variable is not a number, is missing, or contradicts them.
     """
     env = os.environ if environ is None else environ
     for look in (_kubeflow, _skypilot, _dstack):

@@ -88,7 +88,7 @@ class ArgumentParser(argparse.ArgumentParser):
         Args:
             args: words of the command line; `sys.argv` when not given.
             return_remaining_strings: append the list of unknown words, instead of refusing them.
-            look_for_args_file: read words from `<script>.args` beside the script, if there is one.
+            look_for_args_file: read words from `<script>.args` next to the script, if there is one.
             args_filename: read words from this file first.
             args_file_flag: the argument (`--args_file`) that names such files.
 

@@ -11,7 +11,7 @@ never gets it. The program still checks the copy as it checks each database that
 program makes its tables itself.
 
 A process that is killed while it migrates leaves half of the tables, which no later process can use. So `create` has
-the tables made and checked in a folder beside the database, which then gets its name in one step.
+the tables made and checked in a folder next to the database, which then gets its name in one step.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _make_checked(kind: Kind, draft: Path, make: Callable[[Path], None]) -> None
 
 @contextlib.contextmanager
 def _drafts(target: Path) -> Iterator[Path]:
-    """A folder beside `target` for what will get its name; those that killed processes left are removed."""
+    """A folder next to `target` for what will get its name; those that killed processes left are removed."""
     prefix = f".{target.name}-"
     for left in target.parent.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):

@@ -91,7 +91,7 @@ class Checkpoint:
 
     @property
     def earlier_runs(self) -> tuple[str, ...]:
-        """Folders beside it, with checkpoints of an earlier run: a run that continues it spares them."""
+        """Folders next to it, with checkpoints of an earlier run: a run that continues it spares them."""
         names = self.commit.meta.get("earlier_runs", [])
         if not isinstance(names, list):
             raise self._damaged(COMMIT, f"it states the earlier runs {str(names)[:40]}")

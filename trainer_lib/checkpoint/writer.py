@@ -407,7 +407,7 @@ def _write_json(store: Store, name: str, value: object, *, indent: int | None = 
 
 
 class BackgroundSaver:
-    """Writes checkpoints, one at a time, in a thread of its own, while training goes on.
+    """Writes checkpoints, one at a time, in a separate thread, while training continues.
 
     ::
 

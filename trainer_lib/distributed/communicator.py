@@ -44,7 +44,7 @@ _failed = False
 
 
 def report_failures() -> None:
-    """Report what ends this process to torchrun, beside the usual traceback. Later calls change nothing."""
+    """Report what ends this process to torchrun, besides the usual traceback. Later calls change nothing."""
     if getattr(sys.excepthook, "ours", False):
         return
     before = sys.excepthook
@@ -102,7 +102,7 @@ class Pending(Protocol):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Messages between ranks beside the gradients. Every method is collective: all ranks call it, in the same order."""
+    """Messages between ranks besides gradients. Every method is collective: all ranks call it, in the same order."""
 
     rank: int
     world_size: int
@@ -390,7 +390,7 @@ def init(args: TrainingArguments) -> Communicator:
     device = choose_device(use_cpu=args.use_cpu)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if ranks.source != "RANK":  # torch, and every library beside us, knows torchrun's variables only
+    if ranks.source != "RANK":  # torch and other libraries know torchrun's variables only
         os.environ.update(ranks.variables())
     if ranks.master is not None and (interface := environment.interface_towards(ranks.master[0])) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

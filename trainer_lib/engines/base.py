@@ -94,7 +94,7 @@ class Engine(Protocol):
     """Places one job. Every call returns within seconds."""
 
     outlives_driver: bool
-    """Whether what was placed goes on without the driver, and `place` of another driver finds it."""
+    """Whether what was placed continues without the driver, and `place` of another driver finds it."""
     restarts_workers: bool
     """Whether the leading member starts lost workers again; else the machines are placed again."""
 

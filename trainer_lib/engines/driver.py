@@ -2,7 +2,7 @@
 
 The guard of the launch starts it. What the leading member reports goes into the run directory, as a worker on this
 machine would have written it. SIGTERM comes when the launch is cancelled, or when its owner is gone: then a job that
-goes on without this process is left alone, for the same command to take up.
+continues without this process is left alone, for the same command to take up.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ a line, and the engine brings the lines of the leading member to the driver::
     {"result": …} {"failure": …} how it ended
 
 SIGTERM and SIGUSR2, which clusters send before they take a machine back, have the workers save and end. With
-``--guarded`` a SIGTERM also comes from the kernel, when the guard of the member is gone: nothing goes on then.
+``--guarded`` a SIGTERM also comes from the kernel, when the guard of the member is gone: nothing continues then.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ def main(argv: list[str]) -> int:
     """Lead or follow, to the end. Returns the exit code: 0, or that of the failure."""
     parser = argparse.ArgumentParser(prog="member")
     parser.add_argument("part", choices=("lead", "follow"))
-    parser.add_argument("job", type=Path, help="file with the job; a file beside it has the leading machine's address")
+    parser.add_argument("job", type=Path, help="file with the job; a file next to it has the leading machine's address")
     parser.add_argument("--host", default="127.0.0.1", help="address of this machine, under which the others find it")
     parser.add_argument("--nodes", required=True, help="machines that take part, or a range")
     parser.add_argument("--address", type=Path, required=True, help="file with the leading machine's address")
-    parser.add_argument("--guarded", action="store_true", help="a guard has started it: nothing goes on without it")
+    parser.add_argument("--guarded", action="store_true", help="a guard has started it: nothing continues without it")
     given = parser.parse_args(argv)
     parent = os.getppid() if given.guarded else None
     for number in (signal.SIGTERM, signal.SIGUSR2):

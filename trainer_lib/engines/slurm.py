@@ -2,7 +2,7 @@
 
 A job has one task on each machine, ``python -m trainer_lib.engines.slurm FOLDER``; the first leads. The folder lies in
 the stage's attempts, where every machine sees it: what the job does, its number, and what its tasks write. A driver
-that finds the number of a job at work on the same request takes it up instead of submitting another one.
+that finds the number of a job working on the same request takes it up instead of submitting another one.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Slurm:
             self._forget()
 
     def _take_up(self) -> bool:
-        """Find the job of an earlier driver. True if it does this very work, and goes on or has done it."""
+        """Find the job of an earlier driver. True if it does this very work or has done it."""
         try:
             record = read_json(self._base / "placed.json", dict)
             # The folder will be removed and the number cancelled: the file of a stranger must not choose others.

@@ -1,7 +1,7 @@
-"""Benchmarks of language models: tasks of lm-eval, by name or from files beside the spec.
+"""Benchmarks of language models: tasks of lm-eval, by name or from files next to the spec.
 
     {"task": "arc_easy"}                 one that lm-eval brings, with data that this machine has
-    {"task": "/project/tasks/qa.yaml"}   a file of one, with data in files beside it; or a folder of such files
+    {"task": "/project/tasks/qa.yaml"}   a file of one, with data in files next to it; or a folder of such files
 
 Task files are read here and not by lm-eval: paths of their data start from the file's folder, and their bytes count in
 the key of evaluate. A task file is code, as a recipe is: it belongs below the spec's folder.
@@ -39,7 +39,7 @@ _CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a task file names: of a Python file beside it, or of an installed module (`file` is None)."""
+    """A function that a task file names: of a Python file next to it, or of an installed module (`file` is None)."""
 
     name: str
     module: str

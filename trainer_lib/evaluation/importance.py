@@ -120,7 +120,7 @@ class _Scores:
 
 
 def _predict(batches: Iterable[Any], orders: np.ndarray, labels: Any, deadline: float) -> list[EvalPrediction] | None:
-    """The outputs of all times that the rows were dealt out, beside their labels; None where there is no time."""
+    """The outputs of all times that the rows were dealt out, and their labels; None where there is no time."""
     spool = PredictionSpool(None)
     try:
         for outputs in batches:

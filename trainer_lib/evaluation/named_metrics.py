@@ -421,7 +421,7 @@ def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) ->
 
 
 def _of_ranks(function: Callable[..., Any], probabilities: np.ndarray, labels: np.ndarray) -> float | None:
-    """A metric of the second of two classes, or the mean over classes; None where no class has rows beside others.
+    """A metric of the second of two classes, or the mean over classes; None where only one class has rows.
 
     Args:
         function: takes whether rows are of the class ``[rows]``, and its probabilities ``[rows]``.

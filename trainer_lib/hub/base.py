@@ -35,7 +35,7 @@ class Content:
 
     Attributes:
         texts: the bytes of small files that are made for the publication (card, metrics).
-        lineage: origin (stage keys, run ids), recorded beside the content and not part of its digest.
+        lineage: origin (stage keys, run ids), recorded next to the content and not part of its digest.
         kept: path prefixes under which files of earlier publications stay, although this content lacks them.
     """
 

@@ -47,7 +47,7 @@ _MARK = re.compile(r"<!-- /?trainflow:[a-z-]+ -->")
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture beside the card: its path from there, a title for those who do not see it, and what to look for."""
+    """A picture next to the card: its path from there, a title for those who do not see it, and what to look for."""
 
     path: str
     title: str
@@ -492,7 +492,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
 
 
 def choose_card(present: str | None, published: str, *, field: str = "README.md") -> str:
-    """The card to show beside a publication: the published one, with what a person wrote in the present one.
+    """The card to show next to a publication: the published one, with what a person wrote in the present one.
 
     A published card without marked sections replaces a present one that has them, and no other.
     """

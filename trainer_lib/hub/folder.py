@@ -68,7 +68,7 @@ class FolderHub:
         """The name of the newest revision, also where its commit file or its files are damaged; None without one."""
         for name in sorted(self._list_names(), key=_parse_number, reverse=True):
             if not self._root.child(REVISIONS, name).exists(COMMIT):
-                continue  # a publisher was killed, or is at work
+                continue  # a publisher was killed, or is still writing
             found = self._read_revision(name)
             if found is None or found.branch == self.branch:
                 return name
@@ -80,7 +80,7 @@ class FolderHub:
         return known is not None and _is_intact(known, digest)
 
     def read_card(self) -> str | None:
-        """The README.md beside the revisions; None without one, and for another branch than main."""
+        """The README.md next to the revisions; None without one, and for another branch than main."""
         present = self._root.read_if_exists(CARD, limit=_CARD_BYTES) if self.branch == MAIN else None
         return None if present is None else present.decode(errors="replace")
 

@@ -330,7 +330,7 @@ def _progress_bars_disabled() -> Iterator[None]:
     from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     were_disabled = are_progress_bars_disabled()
-    # They would break the display of a stage, or of the training beside it.
+    # They would break the display of a stage, or of the training alongside it.
     disable_progress_bars()
     try:
         yield

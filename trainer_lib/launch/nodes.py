@@ -115,7 +115,7 @@ def _run_agent(run_dir: RunDir, config: LaunchConfig, grace_s: float, listener: 
 
 
 def read_settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
-    """Read the settings that `write_settings` wrote, and the request beside them."""
+    """Read the settings that `write_settings` wrote, and the request next to them."""
     run_dir = RunDir(path)
     config, request = run_dir.read_json(SETTINGS), run_dir.read_json("request.json")
     if config is None or request is None:

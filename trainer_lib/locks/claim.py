@@ -53,7 +53,7 @@ def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) 
         if data == ours:  # the answer to our create was lost, and the client tried again
             return None
         other = Holder.from_bytes(data or b"")
-        # The file's age does not matter: `in_use` asks whether its writer is at work.
+        # The file's age does not matter: `in_use` asks whether its writer is running.
         if other is not None and in_use(other):
             return other
         name = WRITING if data is None else _successor(data)  # None: released just now, so start over

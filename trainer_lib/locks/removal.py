@@ -1,4 +1,4 @@
-"""The removal of a run, a stage's result or a checkpoint, beside processes that may take it up at that moment.
+"""The removal of a run, a stage's result or a checkpoint, alongside processes that may take it up at that moment.
 
 A run, or a result of a stage::
 

@@ -61,7 +61,7 @@ class ModelDescription:
         code: the recipe's files.
         paths: folders below the code's that imports start from.
         weights: the model's files.
-        assets: what `prepare` wrote beside the data, below ``assets/``.
+        assets: what `prepare` wrote next to the data, below ``assets/``.
         model: settings that `build_model` is given.
         options: settings that `callbacks` is given.
         args: training arguments that predictions are made with.

@@ -1,4 +1,4 @@
-"""`Lineage`: what a model was made from, link by link, in one small JSON file beside it.
+"""`Lineage`: what a model was made from, link by link, in one small JSON file next to it.
 
     sources ─▶ prepare-data ─▶ train ─▶ checkpoints ─▶ evaluate ─▶ push-to-hub ─▶ the files of a publication
                                  └────▶ MLflow run

@@ -65,7 +65,7 @@ class FoundModel:
 
     @property
     def checkpoints(self) -> Store:
-        """The folder of the checkpoints, beside the exported model: <stage>/model and <stage>/checkpoints."""
+        """The folder of the checkpoints, next to the exported model: <stage>/model and <stage>/checkpoints."""
         return Store.open(self.weights.url.rpartition("/")[0]).child("checkpoints")
 
     def digest(self) -> str:

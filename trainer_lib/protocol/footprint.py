@@ -31,7 +31,7 @@ ZERO_BUCKET_ELEMENTS = 500_000_000
 """DeepSpeed's own `reduce_bucket_size`; a smaller model has smaller buckets."""
 _BYTES_OF_BUCKET_ELEMENT = 4
 STRATEGIES = ("single", "ddp", "fsdp", "zero-1", "zero-2", "zero-3")
-"""The strategies that every plan compares; a spec's own "layout" comes beside them."""
+"""The strategies that every plan compares; a spec's own "layout" is added to them."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class ModelSize:
     divided_bytes: int = 0
 
     def checkpoint_bytes(self, *, only_model: bool = False) -> int | None:
-        """The bytes of one checkpoint: weights and optimizer state, and not the few kilobytes beside them.
+        """The bytes of one checkpoint: weights and optimizer state, without the few kilobytes of other files.
 
         Args:
             only_model: it has no optimizer state.

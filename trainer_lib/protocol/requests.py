@@ -289,7 +289,7 @@ class ModelRequest(Request[R], Generic[R]):
         data: the prepared data.
         model: settings that build_model is given.
         args: training arguments by name.
-        metrics: those that the spec asks for, measured by evaluations beside those of compute_metrics.
+        metrics: those that the spec asks for, measured by evaluations besides those of compute_metrics.
     """
 
     uses_devices: ClassVar[bool] = True
@@ -456,7 +456,7 @@ class MeasureRowsResult:
 
     Attributes:
         rows: number of rows.
-        digest: SHA-256 of the labels and what was read beside them: two results of one digest are of the same rows.
+        digest: SHA-256 of the labels and what was read with them: two results of one digest are of the same rows.
         metrics: name -> value, and `<name>_low` and `<name>_high`.
         resampled: name -> its value on each resample, the same resamples for every model.
         outcomes: as `summarize_outcomes` has them, with inputs; None where they were not asked for, or of another kind.
@@ -476,7 +476,7 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
     Attributes:
         sources: the files with the rows.
         data, split: the prepared split with the rows in place of files; its own rows decide the resamples.
-        metrics: those that are measured beside those of compute_metrics.
+        metrics: those that are measured besides those of compute_metrics.
         confidence: the probability that an interval holds its metric.
         resamples: of the rows, for intervals and comparisons.
         wants_outcomes: return what a report shows of the rows.

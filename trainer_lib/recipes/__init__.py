@@ -86,7 +86,7 @@ _PRIVATE_NAME = "_trainflow_recipe_"
 
 
 class PrepareOutput:
-    """The output of `prepare` besides rows: small JSON facts and small files (a tokenizer), stored beside the data.
+    """The output of `prepare` besides rows: small JSON facts and small files (a tokenizer), stored next to the data.
 
     Attributes:
         info: JSON values, which other functions read as `DataInfo.info`; `new_columns` names columns that new rows may

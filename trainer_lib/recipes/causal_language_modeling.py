@@ -203,7 +203,7 @@ class Trainer(PlainTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure the perplexity, beside that of the rows' own frequencies of tokens."""
+    """Measure the perplexity, and compare it with that of the rows' own frequencies of tokens."""
     return measure_tokens(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 

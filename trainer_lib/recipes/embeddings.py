@@ -320,7 +320,7 @@ class Trainer(PlainTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure ranks ``[rows]``, beside those by the tokens in common ``[rows, 2]`` (rank, candidates)."""
+    """Compare ranks ``[rows]`` with those by the tokens in common ``[rows, 2]`` (rank, candidates)."""
     overlap, candidates = np.asarray(evaluation.label_ids).T
     return measure_ranks(np.asarray(evaluation.predictions), overlap, candidates)
 

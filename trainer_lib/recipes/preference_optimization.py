@@ -185,7 +185,7 @@ class Trainer(PolicyTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure rewards ``[rows, 2]``, beside what the reference and the lengths of answers tell."""
+    """Compare rewards ``[rows, 2]`` with what the reference and the lengths of answers tell."""
     return measure_preferences(np.asarray(evaluation.predictions), evaluation.label_ids[1], evaluation.whole_labels[1])
 
 

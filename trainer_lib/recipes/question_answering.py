@@ -383,7 +383,7 @@ def _best_answer(outputs: Sequence[Tensor], kept: Mapping[str, Tensor], row: int
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure the scores ``[rows, 6]`` of answers, beside those of answers that need no model."""
+    """Compare the scores ``[rows, 6]`` of answers with those of answers that need no model."""
     return measure_answers(np.asarray(evaluation.label_ids[1]))
 
 

@@ -124,7 +124,7 @@ class Trainer(AnswerTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure how often the chosen answer has the higher reward, beside what the lengths of answers tell."""
+    """Compare how often the chosen answer has the higher reward with what the lengths of answers tell."""
     known, whole = evaluation.label_ids[1], evaluation.whole_labels[1]
     measured = measure_preferences(np.asarray(evaluation.predictions), known, whole)
     return {name: value for name, value in measured.items() if "reference" not in name}

@@ -184,7 +184,7 @@ class Trainer(RowTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, float]:
-    """Measure generated tokens ``[rows, tokens]``, beside the first words of the texts to read."""
+    """Compare generated tokens ``[rows, tokens]`` with the first words of the texts to read."""
     wanted, lead = evaluation.label_ids
     known: dict[tuple[bytes, ...], np.ndarray] = data.once("scores", dict)  # a bootstrap measures rows many times
     keys = [tuple(tokens.tobytes() for tokens in row) for row in zip(evaluation.predictions, wanted, lead, strict=True)]

@@ -1,4 +1,4 @@
-"""The recipe time-series-forecasting: the next steps of one series or many, beside the two naive forecasts.
+"""The recipe time-series-forecasting: the next steps of one series or many, compared with two naive forecasts.
 
     name: sea
     recipe: time-series-forecasting
@@ -532,7 +532,7 @@ def compute_loss_func(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure forecasts ``[rows, horizon, targets]``, beside the naive ones for the same windows."""
+    """Compare forecasts ``[rows, horizon, targets]`` with the naive ones for the same windows."""
     return measure_forecasts(evaluation.predictions, evaluation.label_ids)
 
 

@@ -276,7 +276,7 @@ class Trainer(RowTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, float]:
-    """Measure tags ``[rows, words]``, beside the tags that the words have had most often in training."""
+    """Compare tags ``[rows, words]`` with the tags that the words have had most often in training."""
     (tags, _), (labels, usual) = evaluation.predictions, evaluation.label_ids
     return measure_tags(tags, labels, usual, data.info["classes"])
 

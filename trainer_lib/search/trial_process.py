@@ -2,7 +2,7 @@
 
 ::
 
-    <output_dir>/run-<trial>             the trial; started again, it goes on from its newest checkpoint
+    <output_dir>/run-<trial>             the trial; started again, it continues from its newest checkpoint
     <output_dir>/run-<trial>-<digest>    from the checkpoint of another trial on, with other values
 
 A *pointer* names a checkpoint in JSON. It is all that a backend keeps for a trial: the checkpoint stays where it is.
@@ -127,7 +127,7 @@ class Place:
 
 
 def find_place(output: str, trial: str, name: str, values: Mapping[str, Any], pointer: Pointer | None) -> Place:
-    """Say where a trial goes on.
+    """Say where a trial continues.
 
     Args:
         output: URL of the folder of the search.
@@ -149,7 +149,7 @@ def find_place(output: str, trial: str, name: str, values: Mapping[str, Any], po
             field="save_total_limit",
             remedy="Keep more checkpoints.",
         )
-    # The same beginning has the same folder: a trial that is started again goes on there.
+    # The same beginning has the same folder: a trial that is started again continues there.
     origin = json.dumps([pointer["folder"], pointer["step"], values], sort_keys=True)
     digest = hashlib.sha256(origin.encode()).hexdigest()[:8]
     return Place(f"{name}-{digest}", found[-1].url)

@@ -115,7 +115,7 @@ class State:
         offset: bytes of points.jsonl whose points, tags and parameters the server has; it may have more.
         files_offset: bytes of points.jsonl whose files the server has.
         run_id: the server's run, once the session was attached to it.
-        closed: "FINISHED", "FAILED" or "KILLED"; None while the run goes on, and when its process died.
+        closed: "FINISHED", "FAILED" or "KILLED"; None while the run continues, and when its process died.
         end_ms: the end of the run, in milliseconds since 1970.
     """
 

@@ -61,7 +61,7 @@ class OutsideParameters:
         return [group for group in own if group["params"]]
 
     def find(self, optimizer: torch.optim.Optimizer, strategy: Strategy) -> None:
-        """Find what the optimizer holds beside the model, and make its values equal on all ranks. Collective."""
+        """Find what the optimizer holds besides the model, and make its values equal on all ranks. Collective."""
         self.named, self._buffers, self._owners = {}, {}, {}
         if strategy.name == "deepspeed":
             return  # its optimizer holds parts of all parameters
@@ -390,7 +390,7 @@ class Engine:
         return {**self.strategy.named_parameters(self._trainer.model_wrapped), **self.outside.named}
 
     def clipped_parameters(self) -> list[nn.Parameter]:
-        """The parameters whose gradients are clipped: the optimizer's, and trained ones of the model beside it."""
+        """The parameters whose gradients are clipped: the optimizer's, and trained ones of the model besides it."""
         held = [param for group in self.ready_optimizer().param_groups for param in group["params"]]
         if self.outside.named:  # as in transformers, only the model's gradients are clipped
             outside = {id(param) for param in self.outside.named.values()}

@@ -89,7 +89,7 @@ class Events:
     def fire(self, event: str, *more: Any, state: TrainerState | None = None) -> None:
         """Call one event ("on_step_end") of every callback and keep the control that they return.
 
-        `more`: what it takes beside arguments, state and control; `state`: in place of the current one.
+        `more`: what it takes besides arguments, state and control; `state`: in place of the current one.
         """
         trainer = self._trainer
         call = getattr(trainer.callback_handler, event)
@@ -189,7 +189,7 @@ class Internals:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Afterwards model, trained modules beside it, optimizer, schedule, state and control are what they were."""
+        """Afterwards model, trained modules besides it, optimizer, schedule, state and control are what they were."""
         trainer = self._trainer
         model, wrapped, optimizer = trainer.model, trainer.model_wrapped, trainer.optimizer
         schedule, state, control = trainer.lr_scheduler, trainer.state, trainer.control
@@ -207,7 +207,7 @@ class Internals:
             trainer._trainflow_look_at_model()
 
     def release_model(self) -> None:
-        """Free the model and the optimizer of a trial, and undo what it trained beside the model.
+        """Free the model and the optimizer of a trial, and undo what it trained besides the model.
 
         Another model must follow.
         """

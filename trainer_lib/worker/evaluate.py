@@ -375,7 +375,7 @@ def _of_all_rows(
     data: DataInfo,
     events: EventsCallback,
 ) -> tuple[dict[str, dict[str, float]], list[FileEntry], list[str]]:
-    """The metrics of each split, whose rows this group of processes evaluates at once, files beside them, warnings."""
+    """The metrics of each split, whose rows this group of processes evaluates at once, files next to them, warnings."""
     metrics: dict[str, dict[str, float]] = {}
     measured: list[FileEntry] = []
     warnings: list[str] = []
@@ -555,7 +555,7 @@ def digest_rows(data: PreparedData, split: str) -> str:
 
 
 def _history(model_url: str) -> list[dict[str, Any]]:
-    """The log of the train stage, which lies beside the exported model; empty for a model from elsewhere."""
+    """The log of the train stage, which lies next to the exported model; empty for a model from elsewhere."""
     stage = Store.open(model_url.rstrip("/").rpartition("/")[0])
     return list(parse_json(stage.read_bytes(HISTORY))) if stage.exists(HISTORY) else []
 

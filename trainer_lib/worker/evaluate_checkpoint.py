@@ -24,7 +24,7 @@ from trainer_lib.worker.process.session import Work
 if TYPE_CHECKING:
     from trainer_lib.trainer import Trainer
 
-# What an evaluation logs beside its metrics.
+# What an evaluation logs besides its metrics.
 _POSITION = ("global_step", "max_steps", "epoch", "num_input_tokens_seen")
 
 

@@ -218,7 +218,7 @@ def _notes(source: Source, names: Names, model: nn.Module) -> list[str]:
     notes = [
         "The training arguments are not imported: give the same ones when you resume. With shuffled data the rest of "
         "this epoch comes in another order, so some samples of it are seen twice and others not; with "
-        'train_sampling_strategy="sequential" it goes on exactly.'
+        'train_sampling_strategy="sequential" it continues exactly.'
     ]
     if not source.rngs:
         notes.append("There are no random states: dropout differs from an uninterrupted run.")

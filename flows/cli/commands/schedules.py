@@ -191,7 +191,7 @@ def follow(
     every: Annotated[str, typer.Option(help="Time between two looks at the storage: 10 (seconds), 5m.")] = "10",
     cpu: Annotated[bool, typer.Option("--cpu", help="Evaluate on the CPU.")] = False,
 ) -> Answer:
-    """Evaluate each checkpoint of a training beside it, until it has ended, and keep the best from its rotation.
+    """Evaluate each checkpoint of a training alongside it, until it has ended, and keep the best from its rotation.
 
     Several may share the work. After an interruption or a kill the same command continues, and none is evaluated twice.
     """

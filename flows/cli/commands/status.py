@@ -1,4 +1,4 @@
-"""The commands about runs at work: `trainflow status`, which marks those that died as ended, and `trainflow logs`."""
+"""The commands about running runs: `trainflow status`, which marks those that died as ended, and `trainflow logs`."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def _deliver(chosen: Chosen) -> list[str]:
 
 
 def _watch(root: str) -> None:
-    """Draw the runs at work again and again, until none is at work or Ctrl-C."""
+    """Draw the running runs again and again, until none is left or Ctrl-C."""
     from rich.live import Live
 
     from trainflow.flows.runs.run_status import look
@@ -136,7 +136,7 @@ def _progress(status: RunStatus) -> dict[str, Any]:
 
 
 def _stages(statuses: Sequence[RunStatus]) -> list[Text]:
-    """The stages of the runs at work: a bar, how long they took or take, and when they are likely to end."""
+    """The stages of running runs: a bar, how long they took or take, and when they are likely to end."""
     from trainflow.flows.runs.run_status import describe_progress
 
     lines: list[Text] = []

@@ -36,7 +36,7 @@ _STYLES = {"complete": "green", "pruned": "dim", "failed": "bold red"}
 def sweep(form: Form, words: SpecWords) -> Answer:
     """Run the trials that the spec's section `sweep` describes, and write out the spec of the best one.
 
-    Interrupt it, kill it or pull the plug: the same command goes on, and no trial runs twice.
+    Interrupt it, kill it or pull the plug: the same command continues, and no trial runs twice.
     """
     spec, overrides = words.choose()
     parsed = load_spec(spec, overrides, Resolver())

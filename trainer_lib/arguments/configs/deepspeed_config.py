@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration beside the arguments. Settings given in both must be equal; one given once is used.
+"""DeepSpeed's configuration and the arguments. Settings given in both must be equal; one given once is used.
 
 An argument is given when it is not at its default; "auto" in the file leaves a setting to the argument. After `adopt`
 the arguments alone hold learning rate, decay, clipping, warm-up and number format, and a `ZeroPlan` holds everything
@@ -225,7 +225,7 @@ def read(given: Any) -> dict[str, Any]:
     return io.read_mapping(expand_home(str(given)), field="deepspeed")
 
 
-# -- beside the arguments --------------------------------------------------------------------------------------------
+# -- with the arguments ------------------------------------------------------------------------------------------------
 
 
 def _check_beside(args: ArgumentGroups) -> None:

@@ -201,7 +201,7 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
     if len(shapes) == 1:
         return Column("array", dtype.name, arrays[0].shape)
     odd = next(row for row, array in enumerate(arrays) if array.shape != arrays[0].shape)
-    what = f"shape {list(arrays[odd].shape)} beside {list(arrays[0].shape)}; only one-dimensional arrays may vary"
+    what = f"shape {list(arrays[odd].shape)} next to {list(arrays[0].shape)}; only one-dimensional arrays may vary"
     raise _refuse(split, odd, name, what)
 
 

@@ -61,7 +61,7 @@ def _as_array(values: Sequence[Any]) -> np.ndarray | None:
 def _cast(array: np.ndarray, wanted: np.dtype[Any]) -> np.ndarray | None:
     if array.dtype.kind not in "biuf" or (array.dtype.kind == "f" and wanted.kind in "biu"):
         return None
-    # A great integer that became a float64 beside other numbers would be rounded twice.
+    # A great integer that became a float64 among other numbers would be rounded twice.
     if array.dtype == np.float64 and (np.abs(array) > _EXACT).any():
         return None
     converted = array.astype(wanted, casting="unsafe")

@@ -307,7 +307,7 @@ class FirstColumns:
     def _read_next(self) -> None:
         record = self._parts.read(self._next)
         if record is None:
-            return  # another worker is at work on it
+            return  # another worker is working on it
         for name, split in record.items():
             if split["rows"] and name not in self._read:
                 self._found[name] = (self._next, split["columns"])

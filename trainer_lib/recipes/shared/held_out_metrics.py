@@ -1,4 +1,4 @@
-"""Metrics of held-out rows, beside what a model without any input would reach on the very same rows.
+"""Metrics of held-out rows, compared with what a model without any input would reach on the very same rows.
 
 That model knows the best constant for these rows: their most frequent class, their mean. It is at least as good as the
 constant that training would give, so a margin above zero is earned. For a resample of rows, `whole` has the labels of

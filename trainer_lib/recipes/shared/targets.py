@@ -191,7 +191,7 @@ def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) ->
 def several_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:
     """The binary cross-entropy, a mean over rows and classes, for labels of 0 and 1 ``[batch, classes]``.
 
-    `weights` are of rows that have a class, beside 1 of rows that have it not; gamma as of `class_loss`.
+    `weights` are of rows that have a class, against 1 of rows that do not have it; gamma as of `class_loss`.
     """
     logits, labels = logits.float(), labels.to(logits.device, torch.float32)
     plain = binary_cross_entropy_with_logits(logits, labels, reduction="none")
@@ -252,7 +252,7 @@ def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
 
 # -- what is measured and written -------------------------------------------------------------------------------------
 def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
-    """Measure outputs ``[rows, …]``, beside what a model without any input would reach on these rows.
+    """Compare outputs ``[rows, …]`` with what a model without any input would reach on these rows.
 
     Without `data`, outputs ``[rows, classes]`` are of one class a row, and others are numbers.
     """

@@ -1,7 +1,7 @@
 """Prompts with answers that were judged: read as texts or as turns of a conversation, tokenized, and scored by a model.
 
 What the reference says of answers, the model that training begins with, prepare computes once and keeps with the rows:
-training holds one model, and a run that goes on has the same numbers.
+training holds one model, and a continued run has the same numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Tokenizers of transformers: given by name or folder, or learned from the training texts; kept beside the data."""
+"""Tokenizers of transformers: given by name or folder, or learned from the training texts; kept next to the data."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def find_tokenizer(
     of_bytes: bool = False,
     load: Callable[..., Any] | None = None,
 ) -> Any:
-    """The tokenizer of the model that the options name, else one that is learned; kept beside the data and noted.
+    """The tokenizer of the model that the options name, else one that is learned; kept next to the data and noted.
 
     Args:
         texts: those of training.
@@ -57,7 +57,7 @@ def find_tokenizer(
 
 
 def note_tokenizer(tokenizer: Any, out: PrepareOutput) -> None:
-    """Keep a tokenizer beside the data, and note its files and the number of its tokens."""
+    """Keep a tokenizer next to the data, and note its files and the number of its tokens."""
     out.info.update(vocabulary=len(tokenizer), tokenizer=keep_tokenizer(tokenizer, out))
 
 
@@ -202,7 +202,7 @@ def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Ite
 
 
 def keep_tokenizer(tokenizer: Any, out: PrepareOutput) -> list[str]:
-    """Write the tokenizer's files beside the prepared data; return their names."""
+    """Write the tokenizer's files next to the prepared data; return their names."""
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         tokenizer.save_pretrained(folder)
         files = sorted(path for path in Path(folder).rglob("*") if path.is_file())

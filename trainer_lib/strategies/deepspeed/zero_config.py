@@ -54,7 +54,7 @@ def resolve_config(args: TrainingArguments) -> None:
 
 
 def _check_compiler(field: str, value: Any, instead: str) -> None:
-    # A virtual environment that is not activated has ninja beside its Python, not on PATH.
+    # A virtual environment that is not activated has ninja next to its Python, not on PATH.
     beside = str(Path(sys.executable).parent)
     for program, package in (("g++", "g++ (Debian: apt install g++)"), ("ninja", "ninja (pip install ninja)")):
         if shutil.which(program) is None and shutil.which(program, path=beside) is None:

@@ -125,7 +125,7 @@ def _typed() -> Iterator[None]:
 
 
 def artifact_location(uri: str) -> str | None:
-    """For a sqlite file the folder `mlartifacts` beside it; any other server knows its own."""
+    """For a sqlite file the folder `mlartifacts` next to it; any other server knows its own."""
     path = uri.removeprefix("sqlite:///")
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri and path else None
 
@@ -406,7 +406,7 @@ def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) 
 
 
 def reopen_run(client: MlflowClient, run_id: str, start_ms: int) -> None:
-    """Mark a run that goes on at `start_ms` as running, unless it has ended since, on another machine."""
+    """Mark a run that continues at `start_ms` as running, unless it has ended since, on another machine."""
     info = client.get_run(run_id).info
     if info.status != "RUNNING" and (info.end_time or 0) <= start_ms:
         client.update_run(run_id, status="RUNNING")

@@ -44,7 +44,7 @@ from trainer_lib.trackers.mlflow.shipper import shorten
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# What a logged model gets after it was logged: a flavor of MLflow beside our reference, and the schema of its outputs.
+# What a logged model gets after it was logged: a flavor of MLflow besides our reference, and the schema of its outputs.
 #
 # MLflow's flavors load what lies among the artifacts of a model, so a flavor is the one place where weights are
 # uploaded, and only for a spec that asks for it. Safe to repeat: files that are there in their size are left out, and

@@ -139,7 +139,7 @@ class Registration:
         digest: SHA-256 of the run's model.
         description, tags: of the version.
         score: how the model scored; None: the alias is set only where there is none yet.
-        flavor: what MLflow gets beside the reference to the weights; None: nothing.
+        flavor: what MLflow gets besides the reference to the weights; None: nothing.
     """
 
     name: str

@@ -24,7 +24,7 @@ class ModelRecord:
         step: optimizer step.
         columns: column of a row -> its type (`float32[8,8]`): the signature. Labels are left out.
         required: those of a table, which a row needs; their values may have any type that the table's files had.
-        params, tags: what MLflow shows beside it.
+        params, tags: what MLflow shows with it.
     """
 
     name: str
@@ -59,7 +59,7 @@ class FlavorFile:
 
 @dataclass(frozen=True, kw_only=True)
 class Flavor:
-    """A flavor of MLflow beside the reference to the weights: the model loads by a library's own functions.
+    """A flavor of MLflow besides the reference to the weights: the model loads by a library's own functions.
 
     Attributes:
         name: MLflow's name of it.

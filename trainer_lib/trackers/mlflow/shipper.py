@@ -107,7 +107,7 @@ class Shipper(threading.Thread):
         """Let the thread deliver the rest, and end; return whether everything has arrived.
 
         Args:
-            patience_s: how long to wait for a server that answers, in seconds, beside the time that uploads take.
+            patience_s: how long to wait for a server that answers, in seconds, besides the time that uploads take.
             request_s: how long to wait for one answer, in seconds. A failure ends the waiting at once.
             on_wait: called once when it takes longer than two seconds.
         """

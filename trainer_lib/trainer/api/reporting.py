@@ -147,7 +147,7 @@ class ReportingMethods(TrainerBase):
 
     def store_flos(self) -> None:
         """Add the floating-point operations that all ranks have counted to the state. Collective."""
-        # As whole numbers: a float has no digits left for a batch beside a long training.
+        # As whole numbers: a float has no digits left for one batch after a long training.
         self.state.total_flos += distributed.sum_over_data(self._trainflow.world.comm, [int(self.current_flos)])[0]
         self._trainflow.counters.reset_flos()
 

@@ -7,7 +7,7 @@
     committed     -> the older checkpoints beyond `save_total_limit` are removed, except the best, the newest intact
                      one, and those that are read, kept or pushed
     observed      -> at the next step boundary: `on_save`, and the push
-    failed        -> training goes on until `max_failed_saves` in a row have failed
+    failed        -> training continues until `max_failed_saves` in a row have failed
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def claim_output_dir(
         is_own: whether this process committed the checkpoint at a URL.
 
     Returns:
-        What stays in the folder beside this run's checkpoints.
+        What stays in the folder next to this run's checkpoints.
     """
     foreign = _check_foreign(root, args, plan)
     if recorded is None:
@@ -222,7 +222,7 @@ class Checkpoints:
         def remove() -> None:
             for info in list_checkpoints(self.root()):
                 if after < info.step <= until and info.name not in spared:
-                    # Also the best of an evaluation beside this training: its weights are given up.
+                    # Also the best of an evaluation alongside this training: its weights are given up.
                     withdraw_if_unread(self.root().child(info.name), even_kept=True)
 
         try:
@@ -284,7 +284,7 @@ class Checkpoints:
         internal = {"_internal_call": True} if takes(save, "_internal_call") else {}
 
         def write(folder: Path) -> None:
-            # Training goes on with the random numbers that the snapshot has.
+            # Training continues with the random numbers that the snapshot has.
             with self._internals.evaluator.random_numbers_kept():
                 self.is_adding_model = True
                 try:

@@ -65,7 +65,7 @@ class PresentSettings:
         """
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         for group, settings in zip(groups, self._groups, strict=True):
-            # A schedule keeps the rate that it multiplies beside the one that it sets.
+            # A schedule keeps the rate that it multiplies next to the one that it sets.
             then, now = group.get("initial_lr"), settings.get("initial_lr")
             if then is None or now is None:
                 then, now = rate_then, self._rate

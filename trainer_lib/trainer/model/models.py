@@ -139,7 +139,7 @@ def refuse_untrainable(model: nn.Module) -> None:
 
 
 def model_files(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
-    """The files beside the weights of a transformers or peft model that its `from_pretrained` needs, by path.
+    """The files next to the weights of a transformers or peft model that its `from_pretrained` needs, by path.
 
     ``config.json``, ``generation_config.json`` and custom code; of a model with adapters everything:
     ``adapter_config.json`` and ``adapter_model.safetensors`` (in a folder of its name for every adapter but "default").

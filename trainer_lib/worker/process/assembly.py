@@ -145,7 +145,7 @@ def build_trainer(
 
 
 def add_metrics(trainer: Any, calls: Sequence[MetricCall]) -> None:
-    """Have a Trainer's evaluations measure the metrics that choose its weights, beside those of the recipe.
+    """Have a Trainer's evaluations measure the metrics that choose its weights, besides those of the recipe.
 
     Raises:
         ConfigError: they are measured on all rows, and the Trainer keeps none; or one cannot be imported.
