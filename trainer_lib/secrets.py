@@ -186,7 +186,8 @@ def _mask_parts(text: str) -> str:
 
 def _environment_secrets() -> Iterator[str]:
     """The secrets that this process was given: in no text that leaves it, in whatever form a server repeats them."""
-    for name, value in os.environ.items():
+    for name in os.environ:
+        value = os.environ.get(name, "")  # a trainer in another thread may have removed it
         if _is_secret_variable(name) and _is_telling(value) and not (value.startswith("/") and "CREDENTIALS" in name):
             yield value
             # As it stands in an address.

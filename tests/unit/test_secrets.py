@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import time
+import timeit
 from urllib.parse import quote
 
 import pytest
@@ -131,6 +133,9 @@ def test_the_value_of_a_secret_variable_is_masked_in_whatever_form_it_comes_back
     assert mask("the server refused correct-horse-7 as a password") == "the server refused *** as a password"
     assert mask("correct-horse-77") == "***"
     assert mask("no file /etc/keys/gcp1.json") == "no file /etc/keys/gcp1.json"
+    listed = ["OLD_TOKEN", *os.environ]  # another thread removed the first after it was listed
+    monkeypatch.setattr(type(os.environ), "__iter__", lambda _: iter(listed))
+    assert mask("correct-horse-77") == "***"
 
 
 _MIX = "a1B2c3D4e5F6g7H8i9J0" * 5
@@ -284,11 +289,6 @@ UNITS += ["login a password", "Authorization: ", "--token ", "SG.aaaaaaaaaaaaaaa
 @pytest.mark.parametrize("unit", [*UNITS, "0123abcd-us"])
 def test_masking_takes_linear_time(unit: str) -> None:
     def seconds(size: int) -> float:
-        text, times = unit * (size // len(unit)), []
-        for _ in range(3):
-            start = time.process_time()
-            mask(text)
-            times.append(time.process_time() - start)
-        return min(times)
+        return min(timeit.repeat(lambda: mask((unit * size)[:size]), timer=time.process_time, repeat=3, number=1))
 
     assert seconds(80_000) < 12 * seconds(20_000) + 0.05  # four times the text; sixteen times would be quadratic

@@ -27,11 +27,7 @@ _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS
 
 def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:
     """Return the workers' variables: ours, then `config.env`, then `env`, then those that a launch has to fix."""
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in RANK_VARIABLES and not name.startswith(_FOREIGN)
-    }
+    kept = {name: value for name, value in _present().items() if not name.startswith(_FOREIGN)}
     environment = {**kept, **config.env, **env, **selection_variables(config.devices, config.device_order)}
     environment |= thread_variables(threads_of(config, environment))
     environment["PYTHONSAFEPATH"] = "1"  # or a folder of the working directory could shadow an installed module
@@ -51,8 +47,12 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
 
 def engine_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:
     """Return the variables of a process that has an engine place the workers, which set theirs on their machines."""
-    kept = {name: value for name, value in os.environ.items() if name not in RANK_VARIABLES}
-    return {**kept, **config.env, **env, "PYTHONSAFEPATH": "1"}
+    return {**_present(), **config.env, **env, "PYTHONSAFEPATH": "1"}
+
+
+def _present() -> dict[str, str]:
+    """This process's variables but for those of ranks, which a trainer in another thread may remove meanwhile."""
+    return {name: os.environ[name] for name in os.environ if name not in RANK_VARIABLES}
 
 
 def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
