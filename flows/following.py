@@ -156,11 +156,7 @@ class Watch:
         """Whether the process has died, and its workers may still save the step they are at."""
 
     def look(self) -> Ending | None:
-        """The end of the training; None while it runs.
-
-        Raises:
-            StorageError: the storage cannot be read.
-        """
+        """The end of the training; None while it runs. Raises StorageError if the storage cannot be read."""
         training = self._training
         run = read_run(training.storage, training.run.id)
         if run is None:

@@ -30,22 +30,6 @@ if TYPE_CHECKING:
     from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
 
-def _no_splits(config: Any) -> dict[str, list[str]]:
-    return {}
-
-
-def _no_places(manifest: StageManifest) -> dict[str, str]:
-    return {}
-
-
-def _intact(config: Any, context: StageContext, manifest: StageManifest) -> str | None:
-    return None
-
-
-def _not_tracked(run: TrackedRun, manifest: StageManifest, ran: bool) -> None:
-    return
-
-
 @dataclass(frozen=True)
 class Stage:
     """One row of the table.
@@ -75,10 +59,10 @@ class Stage:
     recipe_function: str | None = None
     gated: bool = False
     several_machines: bool = False
-    splits: Callable[[Any], Mapping[str, list[str]]] = _no_splits
-    places: Callable[[StageManifest], Mapping[str, str]] = _no_places
-    inspect: Callable[[Any, StageContext, StageManifest], str | None] = _intact
-    track: Callable[[TrackedRun, StageManifest, bool], None] = _not_tracked
+    splits: Callable[[Any], Mapping[str, list[str]]] = lambda config: {}
+    places: Callable[[StageManifest], Mapping[str, str]] = lambda manifest: {}
+    inspect: Callable[[Any, StageContext, StageManifest], str | None] = lambda *_: None
+    track: Callable[[TrackedRun, StageManifest, bool], None] = lambda *_: None
 
     def is_enabled(self, spec: PipelineSpec) -> bool:
         """Whether the spec has this stage switched on; a stage without such a setting always is."""
@@ -191,11 +175,7 @@ def find_stage(name: str) -> Stage | None:
 
 
 def require_stage(name: str | None, option: str) -> str | None:
-    """The full name of the stage that `name` means; None for None.
-
-    Raises:
-        ConfigError: about `option`: the stage does not exist.
-    """
+    """The full name of the stage that `name` means; None for None. Raises ConfigError, about `option`, for others."""
     if name is None:
         return None
     if (stage := find_stage(name)) is not None:

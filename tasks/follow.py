@@ -109,12 +109,7 @@ class Evaluations:
         self._read: dict[str, Evaluation] = {}
 
     def read(self) -> list[Evaluation]:
-        """Every evaluation, in the order of the steps.
-
-        Raises:
-            DamagedError: one of the files is damaged.
-            StorageError: the storage cannot be read.
-        """
+        """Every evaluation, in the order of the steps. Raises DamagedError or StorageError."""
         names = [name for name in self._folder.children() if name.endswith(".json")]
         self._read = {name: self._read.get(name) or self._parse(name) for name in names}
         return sorted(self._read.values(), key=lambda evaluation: (evaluation.step, evaluation.measured_ms))

@@ -64,11 +64,7 @@ class PlaceWords:
     storage: StorageUrl = None
 
     def choose(self, command: str) -> Chosen:
-        """`choose` for a command that takes no other words.
-
-        Raises:
-            ConfigError: as there, and for a word that is neither a spec nor an override.
-        """
+        """`choose` for a command that takes no other words. Raises ConfigError for other words as well."""
         for word in self.place or ():
             if not word.endswith(SPEC_ENDINGS) and "=" not in word:
                 raise ConfigError(
@@ -95,20 +91,12 @@ class Chosen:
         return self.place.url
 
     def run(self, text: str) -> PastRun:
-        """The run that `text` means.
-
-        Raises:
-            ConfigError: none, or several.
-        """
+        """The run that `text` means. Raises ConfigError if there is none, or several."""
         return find_run(self.storage, text, field="RUN")
 
 
 def choose(words: Sequence[str] | None, storage: str | None, *, command: str) -> Chosen:
-    """The storage that a spec among `words`, a URL, or this folder names.
-
-    Raises:
-        ConfigError: the spec is bad, both are given, or this folder has neither.
-    """
+    """The storage that a spec among `words`, a URL, or this folder names. Raises ConfigError."""
     specs = [word for word in words or () if word.endswith(SPEC_ENDINGS) and "=" not in word]
     overrides = [word for word in words or () if "=" in word]
     chosen = find_storage(Path(specs[0]) if specs else None, overrides, storage, command=command)
@@ -201,11 +189,7 @@ def _divide(spec: Path | None, overrides: list[str] | None) -> tuple[Path | None
 
 
 def _existing(storage: str) -> Store:
-    """The storage that a user named; whether one on an object store is there cannot be known.
-
-    Raises:
-        ConfigError: it is a path where no folder is.
-    """
+    """The storage that a user named. Raises ConfigError for a path where no folder is; stores are not asked."""
     store = Store.open(storage, field="--storage")
     if not store.is_local or (folder := store.local_path()).is_dir():
         return store

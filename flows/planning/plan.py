@@ -274,11 +274,7 @@ class Plan:
         return names.index(name) < names.index(first)
 
     def require_committed(self) -> None:
-        """Check that what lies before `only` or `start` has been run.
-
-        Raises:
-            ConfigError: a stage before it has no committed result.
-        """
+        """Raise ConfigError unless all that comes before `only` or `start` is committed."""
         first = self.only or self.start
         wanted = [plan.stage for name, plan in self.stages.items() if first is not None and self.is_wanted(name)]
         for name in dict.fromkeys(source for stage in wanted for source in stage.inputs.values()):

@@ -307,11 +307,7 @@ def tag_run(storage: str, run: PastRun, name: str) -> None:
 
 
 def untag_run(storage: str, run: PastRun, name: str) -> None:
-    """Take a name from a run.
-
-    Raises:
-        ConfigError: the run does not have it.
-    """
+    """Take a name from a run. Raises ConfigError if the run does not have it."""
     tags = read_tags(storage, run)
     if name not in tags:
         raise ConfigError(

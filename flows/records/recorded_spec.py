@@ -85,11 +85,7 @@ def _is_unchanged(spec: PipelineSpec, run: PastRun) -> bool:
 
 
 def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:
-    """The spec that a run recorded, as plain data.
-
-    Raises:
-        ConfigError: it is gone or torn.
-    """
+    """The spec that a run recorded, as plain data. Raises ConfigError if it is gone or torn."""
     from trainer_lib.base.yaml_text import YamlProblem, parse_yaml
 
     data = run_folder(storage, run.id).read_if_exists(SPEC_FILE, limit=_SPEC_BYTES)

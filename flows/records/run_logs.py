@@ -229,11 +229,7 @@ class LogReader:
         self._seen: dict[str, int] = {}
 
     def read(self) -> list[LogLine]:
-        """The lines that were not returned before, in the order in which they came.
-
-        Raises:
-            StorageError: the storage cannot be read.
-        """
+        """The lines that were not returned before, in the order in which they came. Raises StorageError."""
         found: list[LogLine] = []
         for stage in self._folder.children():
             if self._stages is None or stage in self._stages:

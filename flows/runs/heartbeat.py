@@ -122,11 +122,7 @@ def beating(
 
 
 def read_signs(folder: Store) -> list[Sign]:
-    """The signs in a run's folder.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """The signs in a run's folder. Raises StorageError if the storage cannot be read."""
     alive = folder.child(ALIVE)
     names = (name.removesuffix(".json") for name in alive.children() if name.endswith(".json"))
     return [sign for name in names if (sign := _read(alive, name)) is not None]

@@ -69,11 +69,7 @@ def require_unfinished(past: PastRun, status: RunStatus | None, *, named: str) -
 
 
 def require_sources(plan: Plan) -> None:
-    """Refuse to prepare data from sources that are not on this machine.
-
-    Raises:
-        ConfigError: prepare-data has to run, and a source is missing.
-    """
+    """Raise ConfigError if prepare-data has to run, and its sources are not on this machine."""
     assumed = plan.context.resolver.assumed_sources
     reason = plan.reasons["prepare-data"]
     if assumed and not reason.hit and plan.is_wanted("prepare-data"):

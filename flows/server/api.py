@@ -72,11 +72,7 @@ def _traceback(error: Exception) -> str:
 
 
 def require_answer(api: str) -> None:
-    """Make sure that the server which is set answers, and takes the login.
-
-    Raises:
-        ConfigError: it does not, or its address is of another form.
-    """
+    """Raise ConfigError unless the server that is set answers, and takes the login."""
     from prefect.client.orchestration import get_client
 
     checked_address(api, field="PREFECT_API_URL", unset="a server of the command's own")

@@ -66,11 +66,7 @@ def set_retries(deployment_id: Any, name: str, retries: int, *, by_worker: bool)
 
 
 def require_another_try(environ: dict[str, str] | os._Environ[str] | None = None) -> None:
-    """In the body of a flow: end a run that has crashed more often than it may.
-
-    Raises:
-        InfrastructureError: it has.
-    """
+    """In the body of a flow: raise InfrastructureError in a run that has crashed more often than it may."""
     environ = os.environ if environ is None else environ
     allowed = int(environ.get(CRASHES) or 0)
     if not allowed:

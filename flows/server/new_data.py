@@ -55,11 +55,7 @@ class Watch:
             self.url = str(expand_home(self.url).absolute())
 
     def require_listable(self) -> None:
-        """Check that the URL can be listed now.
-
-        Raises:
-            ConfigError: it cannot.
-        """
+        """Raise ConfigError unless the URL can be listed now."""
         try:
             store = Store.open(self.url, field="--watch")
             if store.is_local and not store.local_path().is_dir():

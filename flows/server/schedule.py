@@ -123,11 +123,7 @@ class Schedule:
 
 
 def read_interval(text: str | None, *, option: str = "--interval", least_s: float = 1.0) -> float | None:
-    """Seconds that `text` means ("3600", "1h"); None for None.
-
-    Raises:
-        ConfigError: it is not a duration, or shorter than `least_s`.
-    """
+    """Seconds that `text` means ("3600", "1h"); None for None. Raises ConfigError for anything else."""
     if text is None:
         return None
     seconds = read_seconds(text)

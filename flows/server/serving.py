@@ -382,11 +382,7 @@ def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str 
 
 
 def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
-    """The type and the base job template of a work pool.
-
-    Raises:
-        ConfigError: the pool is absent, or of a type that is not known here.
-    """
+    """The type and the base job template of a work pool. Raises ConfigError if it is absent, or of an unknown type."""
     from prefect.exceptions import ObjectNotFound
 
     try:

@@ -381,11 +381,7 @@ def _leave_out_wrong_sweep(raw: dict[str, Any]) -> None:
 
 
 def storage_of(path: str | Path) -> str:
-    """The storage that the spec in a file names. Nothing else of the spec is checked.
-
-    Raises:
-        ConfigError: the file is not there, or not a spec.
-    """
+    """The storage that a spec file names, of which nothing else is checked. Raises ConfigError if it is not a spec."""
     path = Path(path)
     raw = read_spec_file(path)[0]
     return str(_absolute(raw.get("storage") or PipelineSpec.model_fields["storage"].default, path.absolute().parent))

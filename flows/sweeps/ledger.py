@@ -130,11 +130,7 @@ class Ledger:
 
     @classmethod
     def open(cls, folder: Path, settings: SweepSettings) -> Ledger:
-        """Open the study, or make it.
-
-        Raises:
-            ConfigError: the file is not a study, or cannot be read or written.
-        """
+        """Open the study, or make it. Raises ConfigError if the file is not a study, or out of reach."""
         ledger = cls(folder, settings)
         try:
             folder.mkdir(parents=True, exist_ok=True)

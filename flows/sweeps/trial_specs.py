@@ -33,11 +33,7 @@ _FIXED = ("space", "objective", "direction", "sampler", "seed")
 
 
 def sweep_of(spec: PipelineSpec) -> SweepSettings:
-    """The sweep section of a spec.
-
-    Raises:
-        ConfigError: it has none.
-    """
+    """The sweep section of a spec. Raises ConfigError if it has none."""
     if spec.sweep is None:
         raise ConfigError(
             "The spec has no section `sweep`, which says what is varied and measured.",
@@ -120,11 +116,7 @@ def _first_values(settings: SweepSettings) -> dict[str, Any]:
 
 
 def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
-    """Refuse to continue the study of another spec.
-
-    Raises:
-        ConfigError: it names what differs.
-    """
+    """Raise ConfigError, with what differs, for the study of another spec."""
     settings = sweep_of(spec)
     now = settings.model_dump(mode="json", include=set(_FIXED))
     then = known.get("settings", {})

@@ -24,11 +24,7 @@ KEPT_FILES = 64
 
 
 def parse_file(path: Path, field: str) -> ast.Module:
-    """The syntax tree of a file.
-
-    Raises:
-        ConfigError: about `field`: the file cannot be read, or is not Python.
-    """
+    """The syntax tree of a file. Raises ConfigError, about `field`, if it cannot be read or is not Python."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise ConfigError(

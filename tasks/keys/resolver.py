@@ -141,11 +141,7 @@ class Resolver:
         return tuple(self._assumed)
 
     def check_sources(self, sources: Sequence[str]) -> None:
-        """Check that every declared source that is not assumed exists.
-
-        Raises:
-            ConfigError: one does not.
-        """
+        """Raise ConfigError unless every declared source that is not assumed exists."""
         from trainflow.tasks.keys.sources import check
 
         check([source for source in sources if source not in self._assumed])

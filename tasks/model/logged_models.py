@@ -68,11 +68,7 @@ def log_models(
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
 ) -> None:
-    """Log the model and every kept checkpoint, unless the run that trained it has them.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Log the model and every kept checkpoint, unless the run that trained it has them. Raises StorageError."""
     facts = model.facts
     # A continued run may have been stopped before it had them.
     is_its_run = facts.tracked_run == run.handle.token if facts.tracked_run else facts.mlflow_run_id is None
@@ -88,11 +84,7 @@ def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageMan
 
 
 def log_outputs(run: TrackedRun, exported: LoggedModel, predicted: StageManifest) -> None:
-    """Log the columns that the model predicts, as the stage wrote them.
-
-    Raises:
-        StorageError, DataError: the predictions cannot be read.
-    """
+    """Log the columns that the model predicts, as the stage wrote them. Raises StorageError or DataError."""
     from trainer_lib.data.rows.predictions import read_prediction_types  # pyarrow
 
     parts = [entry.path for entry in predicted.files if entry.path.endswith(".parquet")]

@@ -41,11 +41,7 @@ class Cluster(ABC):
 
 
 def require_api(hosts: Sequence[str]) -> None:
-    """Refuse workers on other machines, `hosts`, that cannot reach Prefect's API, which every task reports to.
-
-    Raises:
-        ConfigError: the API listens on this machine's loopback only.
-    """
+    """Raise ConfigError for `hosts`, other machines, where Prefect's API listens on this machine's loopback only."""
     if hosts and urlsplit(PREFECT_API_URL.value() or "http://localhost").hostname in _HERE:
         raise unreachable_api(hosts)
 

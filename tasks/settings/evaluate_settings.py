@@ -50,11 +50,7 @@ class Requirement:
 
 
 def parse_requirement(text: str) -> Requirement:
-    """Read ``">= 0.9"``, or several conditions with commas between them.
-
-    Raises:
-        ValueError: it is something else, or its number is not finite.
-    """
+    """Read ``">= 0.9"``, or several conditions with commas between them. Raises ValueError for anything else."""
     found = [_CONDITION.fullmatch(part) for part in text.split(",")]
     conditions = tuple((match[1], float(match[2])) for match in found if match is not None)
     if len(conditions) < len(found) or not all(math.isfinite(number) for _, number in conditions):
@@ -63,11 +59,7 @@ def parse_requirement(text: str) -> Requirement:
 
 
 def read_requirement(value: Any) -> str:
-    """A requirement of a spec in its one form: text.
-
-    Raises:
-        PydanticCustomError: it is not a requirement.
-    """
+    """A requirement of a spec in its one form: text. Raises PydanticCustomError for anything else."""
     try:
         if isinstance(value, Mapping):
             if not value or not set(value) <= set(_BOUNDS):
@@ -93,11 +85,7 @@ def read_metric(value: Any) -> str | dict[str, Any]:
 
 
 def read_metric_list(values: list[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
-    """The metrics of a spec, as they are.
-
-    Raises:
-        PydanticCustomError: two have one name among the results.
-    """
+    """The metrics of a spec, as they are. Raises PydanticCustomError if two results have one name."""
     try:
         read_metrics(values)
     except ConfigError as error:

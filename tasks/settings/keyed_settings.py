@@ -37,11 +37,7 @@ def setting(*, affects: Affects, **field: Any) -> Any:
 
 
 def refuse_unknown(data: Any, known: list[str]) -> Any:
-    """Return the data unchanged.
-
-    Raises:
-        PydanticCustomError: a key is unknown; the error names the nearest known one.
-    """
+    """Return the data unchanged. Raises PydanticCustomError, with the nearest name, for an unknown key."""
     if not isinstance(data, dict):
         return data
     for key in data:

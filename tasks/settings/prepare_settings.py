@@ -165,11 +165,7 @@ MixtureField = Annotated[MixtureSettings, BeforeValidator(_read_list)]
 
 
 def fill_sources(section: Any) -> Any:
-    """The section `prepare` with the sources of its mixture.
-
-    Raises:
-        PydanticCustomError: it has other sources as well.
-    """
+    """The section `prepare` with the sources of its mixture. Raises PydanticCustomError if it has others as well."""
     if not isinstance(section, Mapping) or section.get("mixture") is None:
         return section
     mixture, given = section["mixture"], section.get("sources")

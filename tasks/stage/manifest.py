@@ -85,11 +85,7 @@ class StageManifest(Generic[F]):
 
     @classmethod
     def from_commit(cls, url: str, commit: Commit) -> StageManifest:
-        """The manifest that a stage's commit file stands for.
-
-        Raises:
-            DamagedError: it is the commit file of something else.
-        """
+        """The manifest that a stage's commit file stands for. Raises DamagedError for any other commit file."""
         record = {**commit.meta, "url": url, "content_digest": commit.content_digest, "created": commit.created}
         try:
             return cls._from_record(record, commit.files)
@@ -98,11 +94,7 @@ class StageManifest(Generic[F]):
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> StageManifest:
-        """The inverse of `to_dict`.
-
-        Raises:
-            ConfigError: not a manifest.
-        """
+        """The inverse of `to_dict`. Raises ConfigError for what is not a manifest."""
         try:
             files = tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in data["files"])
             return cls._from_record(data, files)
@@ -145,11 +137,7 @@ class StageManifest(Generic[F]):
         }
 
     def with_facts(self, kind: type[G]) -> StageManifest[G]:
-        """This manifest, known to hold facts of `kind`: what a stage asks of its inputs.
-
-        Raises:
-            ConfigError: it is another stage's manifest.
-        """
+        """This manifest, known to hold facts of `kind`. Raises ConfigError for that of another stage."""
         if not isinstance(self.facts, kind):
             needed = next((name for name, known in StageFacts.by_stage.items() if known is kind), kind.__name__)
             raise ConfigError(

@@ -55,11 +55,7 @@ def sent_arguments(args: Mapping[str, Any], context: StageContext) -> dict[str, 
 
 
 def launch_request(request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt) -> R:
-    """Carry a request out in separate processes and return the worker's answer.
-
-    Raises:
-        TrainflowError: the typed failure of the first rank that failed.
-    """
+    """Carry a request out in separate processes; return the answer, or raise the failure of the first failed rank."""
     config = context.resolver.launch(settings, use_cpu=request.use_cpu)
     # A verb is called like its section of the spec.
     with in_words_of_spec(request.verb):

@@ -225,11 +225,7 @@ def default_tracking_uri(storage: Store) -> str:
 
 
 def tracking_uri(config: TrackingConfig, storage: Store) -> str:
-    """The server of a spec: `tracking.uri`, else `default_tracking_uri`.
-
-    Raises:
-        ConfigError: `tracking.uri` holds a password.
-    """
+    """The server of a spec: `tracking.uri`, else `default_tracking_uri`. Raises ConfigError for a password in it."""
     if config.uri and mask(config.uri) != config.uri:
         raise ConfigError(
             "A spec holds no credentials: it is stored with every run.",

@@ -169,11 +169,7 @@ def _master(env: Mapping[str, str]) -> tuple[str, int] | None:
 
 
 def find_number(env: Mapping[str, str], *names: str) -> int | None:
-    """Return the number in the first of these variables that is not empty; None when all are.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
+    """The number in the first of these variables that is not empty; None when all are. Raises ConfigError."""
     for name in names:
         text = env.get(name, "").strip()
         if not text:

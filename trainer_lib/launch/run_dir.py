@@ -66,11 +66,7 @@ class RunDir:
 
     @classmethod
     def make(cls) -> RunDir:
-        """Make a folder for a launch to come.
-
-        Raises:
-            ConfigError: the folder for run files belongs to another user. StorageFullError: the disk is full.
-        """
+        """Make a folder for a launch to come. Raises ConfigError or StorageFullError, as `create`."""
         while True:
             # Suppressed: another launch that ended has just removed the empty base.
             with suppress(FileNotFoundError), _typed_if_full():

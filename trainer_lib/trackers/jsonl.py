@@ -55,11 +55,7 @@ class LineFile:
         return [line for line in self.store.read_bytes(self._name).splitlines(keepends=True) if line.endswith(b"\n")]
 
     def replace(self, lines: Sequence[bytes]) -> None:
-        """Make these the lines of the file.
-
-        Raises:
-            OSError, TrainflowError: the file cannot be written.
-        """
+        """Make these the lines of the file. Raises OSError or TrainflowError if it cannot be written."""
         if not self.store.is_local:
             self._lines = list(lines)
             self._unsaved.set()

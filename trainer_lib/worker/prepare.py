@@ -47,11 +47,7 @@ _LIMIT = 1 << 30
 
 
 def run(work: Work[PrepareRequest]) -> PrepareResult | None:
-    """Write every split, on rank 0.
-
-    Raises:
-        DataError: an empty split, rows that do not fit each other, NaN.
-    """
+    """Write every split, on rank 0. Raises DataError for an empty split, rows that do not fit each other, NaN."""
     # The rows come from one iterator, which one process reads.
     if work.rank != 0:
         return None

@@ -350,11 +350,7 @@ def _require_folder(report: Path | None) -> None:
 
 
 def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own: Mapping[str, float]) -> None:
-    """Write the report of a run with what was measured in place of its stages.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Write the report of a run with what was measured in place of its stages. Raises ConfigError."""
     from trainflow.flows.reports.report import render_report
     from trainflow.flows.reports.report_facts import describe_outcomes
     from trainflow.tasks.model.outcome_tables import Outcome

@@ -208,11 +208,7 @@ def sync(
 
 
 def _deliver(root: Path, uri: str, out: Console) -> None:
-    """Deliver one spool; say every ten seconds what still waits.
-
-    Raises:
-        StorageError: the server does not take it.
-    """
+    """Deliver one spool; say every ten seconds what still waits. Raises StorageError if the server does not take it."""
     delivery = Delivery(root, uri)
     failures: list[Exception] = []
 

@@ -57,11 +57,7 @@ class Filter:
 
 
 def parse_filter(text: str) -> Filter:
-    """The condition that a text like ``test_accuracy>=0.9`` states.
-
-    Raises:
-        ConfigError: it states none.
-    """
+    """The condition that a text like ``test_accuracy>=0.9`` states. Raises ConfigError if it states none."""
     match = _CONDITION.fullmatch(text)
     try:
         if match is not None:

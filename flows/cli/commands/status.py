@@ -220,11 +220,7 @@ def logs(
 
 
 def _stages_of(chosen: Chosen) -> list[str] | None:
-    """The stages that are named; None: all.
-
-    Raises:
-        ConfigError: a word names none.
-    """
+    """The stages that are named; None: all. Raises ConfigError for a word that names none."""
     if not chosen.words:
         return None
     names = []

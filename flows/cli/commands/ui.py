@@ -124,11 +124,7 @@ def _find_place(words: PlaceWords, run: str | None) -> TrackingPlace:
 
 
 def _find_run(store: Store, text: str | None, pipeline: str | None = None) -> PastRun | None:
-    """The run that is named, else the newest; None: none is recorded.
-
-    Raises:
-        ConfigError: no run is what was named.
-    """
+    """The run that is named, else the newest; None: none is recorded. Raises ConfigError for a name of no run."""
     if text is not None:
         return find_run(store.url, text, field="--run")
     with contextlib.suppress(ConfigError):
@@ -266,11 +262,7 @@ def _page(address: str, place: TrackingPlace) -> str:
 
 
 def _request(address: str, path: str) -> dict[str, Any]:
-    """The JSON answer to a GET; ``{}`` where it is not JSON.
-
-    Raises:
-        OSError, HTTPException: the server does not answer, or refuses.
-    """
+    """The JSON answer to a GET; ``{}`` where it is not JSON. Raises OSError or HTTPException without an answer."""
     base, _, token = address.partition("?token=")
     request = urllib.request.Request(base.rstrip("/") + path)  # noqa: S310 - ours, or the user's tracking server
     if token:

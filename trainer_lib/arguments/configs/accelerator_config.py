@@ -109,11 +109,7 @@ class BatchSettings:
 
     @classmethod
     def of(cls, config: Mapping[str, Any] | str | None) -> BatchSettings:
-        """Read the argument: a mapping, or the name of a JSON or YAML file.
-
-        Raises:
-            ConfigError: the file cannot be read, or a setting is unknown or not supported.
-        """
+        """Read the argument: a mapping, or the name of a JSON or YAML file. Raises ConfigError."""
         values = dict(AcceleratorConfig.from_file(config) if isinstance(config, str) else config or {})
         refuse_unknown(values)
         # Taken apart, so that its settings are checked under their dotted names like the others.

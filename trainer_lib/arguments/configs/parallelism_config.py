@@ -202,11 +202,7 @@ class Layout:
 
 
 def read_layout(args: ArgumentGroups) -> Layout | None:
-    """Return the sizes that were given; None when none were.
-
-    Raises:
-        ConfigError: a name or value is unknown or not served, or the two arguments differ.
-    """
+    """Return the sizes that were given; None when none were. Raises ConfigError for an unknown name or value."""
     layouts = [
         _read(field, given) for field, given in ((FIELD, args.parallelism), (PEERS, args.parallelism_config)) if given
     ]
@@ -334,11 +330,7 @@ def settings_of(args: ArgumentGroups) -> FsdpSettings | None:
 
 
 def mesh_sizes(args: ArgumentGroups, *, world_size: int, local_world_size: int) -> dict[str, int]:
-    """Return the size of every dimension of the mesh that these arguments ask for.
-
-    Raises:
-        ConfigError: the processes cannot be laid out like this.
-    """
+    """Return the size of every dimension of the mesh that these arguments ask for. Raises ConfigError."""
     layout = read_layout(args)
     if layout is not None:
         product = layout.processes

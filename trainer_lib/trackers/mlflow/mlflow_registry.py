@@ -213,11 +213,7 @@ def promote(client: Any, name: str, version: str, *, alias: str = CHAMPION) -> V
 
 
 def read_run_tags(client: Any, name: str, version: str) -> dict[str, str]:
-    """Return the tags of a version's run; none of a version that was registered by hand.
-
-    Raises:
-        GoneError: there is no such version, or its run is gone.
-    """
+    """The tags of a version's run; none of a version that was registered by hand. Raises GoneError."""
     run_id = client.get_model_version(name, version).run_id
     return dict(client.get_run(run_id).data.tags) if run_id else {}
 

@@ -200,11 +200,7 @@ def _require_base(model: nn.Module, trained: Mapping[str, Any], url: str) -> Non
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> None:
-    """Load tensors ``[...]`` by name into the model; `url`: where they are from.
-
-    Raises:
-        DamagedError: weights are missing, left over, or of another shape.
-    """
+    """Load tensors ``[...]`` by name into the model. Raises DamagedError, about `url`, where they do not fit."""
     try:
         missing, unexpected = model.load_state_dict(tensors, strict=False)
     except RuntimeError as error:

@@ -294,11 +294,7 @@ _leaving = _Leaving()
 
 
 def run_here(request: Request[R], run_dir: RunDir, on_event: Callable[[dict[str, Any]], None]) -> R:
-    """Carry a request out in the calling process, as its only rank.
-
-    Raises:
-        TrainflowError: its typed failure.
-    """
+    """Carry a request out in the calling process, as its only rank. Raises its typed failure."""
     work = None
     try:
         work = _make_work(request, run_dir, 0, 1, Events(run_dir.path / "events.jsonl", 0, on_event))
