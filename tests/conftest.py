@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import browser, clients, memory_group, police, script_runs, slurm_cluster, xla
+from tests.support import clients, memory_group, police, script_runs, slurm_cluster, xla
 from tests.support.once import shared_folder
 
 pytest_plugins = (
@@ -239,7 +239,6 @@ _NEEDS: dict[str, Callable[[], bool]] = {
         for name in ("bitsandbytes", "deepspeed", "keras", "openpyxl", "ray", "tensorflow", "torchao", "wandb")
     },
     "clients": clients.are_installed,
-    "browser": lambda: any(map(shutil.which, browser.BROWSERS)),
     "dask": _is_importable("prefect_dask"),
     "cgroup": memory_group.available,
     "examples": lambda: script_runs.official_folder() is not None,

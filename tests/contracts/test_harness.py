@@ -39,7 +39,7 @@ def test_an_absent_need_skips_and_an_unknown_one_fails_and_so_do_warnings_leaks_
     tmp_path: Path,
 ) -> None:
     source = (
-        "@pytest.mark.needs('browser')\ndef test_page(): raise AssertionError\n"
+        "@pytest.mark.needs('slurm')\ndef test_slurm(): raise AssertionError\n"
         "@pytest.mark.needs('luck')\ndef test_luck(): pass\n"
         "def test_warns(): warnings.warn('careless')\n"
         "def test_leaks(): os.environ['LEFT'] = '1'\n"
@@ -50,7 +50,7 @@ def test_an_absent_need_skips_and_an_unknown_one_fails_and_so_do_warnings_leaks_
     code, output = _pytest(tmp_path, source, **machine)
     assert code == 1
     assert "1 failed, 3 passed, 1 skipped, 3 errors" in output
-    for word in ("needs(browser)", "needs('luck')", "careless", "environment variable LEFT", "litter"):
+    for word in ("needs(slurm)", "needs('luck')", "careless", "environment variable LEFT", "litter"):
         assert word in output
     assert "SKIP NOT ALLOWED" not in output
 

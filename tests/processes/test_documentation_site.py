@@ -13,7 +13,6 @@ import pytest
 
 from docs.site import gather
 from docs.site.__main__ import check_navigation
-from tests.support.browser import browsing, served
 from tests.support.repository import ROOT
 
 # What a browser fetches by itself; a link that a reader may follow is not.
@@ -65,31 +64,6 @@ def test_nothing_is_fetched_from_another_server(site: Path) -> None:
     assert len(files) > 60
     fetched = {(path.name, *found) for path in files for found in FETCHED.findall(path.read_text(encoding="utf-8"))}
     assert fetched == set()
-
-
-@pytest.mark.needs("browser")
-def test_a_browser_searches_turns_dark_and_asks_no_other_server(site: Path, tmp_path: Path) -> None:
-    with served(site) as address, browsing(tmp_path / "profile") as page:
-        page.open(f"{address}/howto/predict/", dark=True)  # what a reader's system prefers
-        page.wait_for("document.body.dataset.mdColorScheme === 'slate'")
-        page.evaluate("document.querySelector('label[for^=__palette]:not([hidden])').click()")
-        page.wait_for("document.body.dataset.mdColorScheme === 'default'")
-
-        page.open(f"{address}/")
-        page.evaluate("document.querySelector('.md-search__button').click()")
-        search = "[...document.querySelectorAll('*')].find(node => node.shadowRoot?.querySelector('dialog[open]'))"
-        page.wait_for(f"{search}?.shadowRoot.activeElement?.role === 'combobox'")
-        page.call("Input.insertText", text="rendezvous")
-        page.wait_for(f"{search}.shadowRoot.querySelector('a')")
-        places = page.evaluate(f"[...{search}.shadowRoot.querySelectorAll('a')].map(link => link.pathname)")
-        assert {"/howto/machines/", "/distributed/"} <= set(places)
-
-        for place in ("", "howto/predict/", "reference/commands/"):
-            page.open(f"{address}/{place}", width=390)
-            assert page.evaluate("document.documentElement.scrollWidth") == 390, f"{place} is wider than a phone"
-        assert page.evaluate("document.querySelector('h1').innerText").startswith("Commands")
-        asked = [url for url in page.asked if not url.startswith((address, "data:"))]
-        assert asked == []
 
 
 def test_the_navigation_lists_every_page_and_no_other(tmp_path: Path) -> None:

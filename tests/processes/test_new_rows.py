@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import random
 import signal
 import threading
@@ -23,7 +21,6 @@ from tests.support.toy import RECIPE
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.launch import LaunchConfig
-from trainer_lib.locks.lease import Holder
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 HERE = LaunchConfig(kind="in_process", processes=1)
@@ -257,45 +254,6 @@ def prediction_columns(p, data):
     return {"y": p}
 """
 )
-
-
-def test_a_lost_workers_rows_are_taken_over_and_the_bytes_are_those_of_one_worker(data: Path, tmp_path: Path) -> None:
-    publish_line(tmp_path / "model", recipe=SLOW.replace("SECONDS", "0.05"))
-    asked = NewRows(model=str(tmp_path / "model"), data=[str(data)], to=str(tmp_path / "whole"), rows_per_file=2)
-    _predict(asked)
-    job = RowsJob.of(replace(asked, to=str(tmp_path / "shared"), trust=True))
-    events: list[dict[str, Any]] = []
-    killed: list[int] = []
-
-    def kill_one() -> None:
-        claims = tmp_path / "shared" / "claims"
-
-        def find_holder() -> Holder | None:
-            for path in claims.glob("*/*/WRITING.json"):
-                with contextlib.suppress(FileNotFoundError):
-                    if (holder := Holder.from_bytes(path.read_bytes())) is not None:
-                        return holder
-            return None
-
-        wait_until(lambda: len(list((tmp_path / "shared").glob("predictions/*"))) >= 2, 90)
-        while (holder := find_holder()) is None:
-            pass  # between two parts
-        os.kill(holder.pid, signal.SIGKILL)
-        killed.append(holder.pid)
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    manifest, _ = predict_new_rows(job, on_line=print, on_event=events.append, workers=job.workers(2, 1))
-    killer.join()
-    assert (len(killed), manifest.facts.rows) == (1, 120)
-    assert _files(tmp_path / "shared") == _files(tmp_path / "whole")
-    # One, and by our signal: the other was not refused because of the first.
-    [warning] = [event["message"] for event in events if event["event"] == "warning"]
-    assert warning.startswith("A worker was lost")
-    assert "already writes" not in warning
-    shown = [event for event in events if event["event"] == "progress"]
-    assert any("rows/s" in event["message"] and event["eta_s"] >= 0 for event in shown)
-    assert not (tmp_path / "shared" / "claims").exists()
 
 
 def test_a_second_command_helps_the_first_and_commits_when_that_is_killed(data: Path, tmp_path: Path) -> None:

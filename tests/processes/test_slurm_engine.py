@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,8 +32,7 @@ from trainer_lib.errors import (
     Preempted,
     TrainflowError,
 )
-from trainer_lib.launch import LaunchConfig, launch_workers, resolve_config
-from trainer_lib.launch.pool import apart
+from trainer_lib.launch import LaunchConfig
 from trainer_lib.protocol.requests import PreparedData, Request
 
 
@@ -104,25 +102,6 @@ def build_model(options, data): ...
 """
 
 QUICK_RECIPE = SLOW_RECIPE.replace("time.sleep(3)", "")
-
-# Sources that two workers prepare: neither goes on before the other one has begun.
-SHARED_RECIPE = """
-import os, time
-from pathlib import Path
-
-def list_sources(options, out):
-    return list(range(12))
-
-def prepare_shard(source, options):
-    seen = Path(options["seen"])
-    (seen / str(os.getpid())).touch()
-    deadline = time.monotonic() + 60
-    while len(list(seen.iterdir())) < options["workers"] and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return {"t": [{"x": [float(source), float(n)]} for n in range(20)]}
-
-def build_model(options, data): ...
-"""
 
 SlurmLaunch = partial(Launch, engine="slurm")
 
@@ -403,28 +382,3 @@ def test_a_job_is_submitted_as_the_options_say_with_its_files_in_the_folder_that
     assert (fake_slurm.state(), fake_slurm.calls("scancel")) == ("COMPLETED", [])
     assert not (Path(asked.output) / "attempts" / "slurm").exists()
     assert list(base.iterdir()) == []
-
-
-def test_workers_that_share_sources_are_placed_one_by_one(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    (tmp_path / "seen").mkdir()
-    options = {"seen": str(tmp_path / "seen"), "workers": 2}
-    shared = request(tmp_path, SHARED_RECIPE, shard_rows=8, options=options)
-    tiny.run(replace(shared, step="list"), kind="in_process")
-    config = LaunchConfig(engine="slurm", processes=2, threads=1, grace_s=5.0)
-    done = launch_workers(
-        replace(shared, step="parts"),
-        apart(resolve_config(config)),
-        env={},
-        on_line=lambda line: None,
-        on_event=lambda event: None,
-    )
-    assert (len(done.answers), done.lost) == (2, ())
-    assert [fake_slurm.state(number) for number in fake_slurm.jobs()] == ["COMPLETED"] * 2
-    first, second = fake_slurm.calls("sbatch")
-    assert "--nodes=1 " in first and "--cpus-per-task=1 " in first
-    assert re.findall(r"--job-name=(\S+)", first) != re.findall(r"--job-name=(\S+)", second)
-    assert len(list((tmp_path / "seen").iterdir())) == 2  # both have worked
-    assert leftovers(shared) == []
-    result = tiny.run(replace(shared, step="finish"), kind="in_process")
-    alone = replace(shared, output=str(tmp_path / "alone"), options={**options, "workers": 1})
-    assert result.splits == tiny.run(alone, kind="in_process").splits  # the files, by their digests

@@ -34,8 +34,3 @@ def attempts(storage: Path | str) -> dict[str, list[str]]:
         key: [str(end.get("outcome") or "") for _, end in Ledger(trained.child(key)).records()]
         for key in trained.children()
     }
-
-
-def checkpoints(storage: Path) -> int:
-    """How many checkpoints all trainings have saved."""
-    return len(list(storage.glob("stages/train/*/checkpoints/*/COMMIT.json")))
