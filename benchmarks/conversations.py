@@ -41,7 +41,7 @@ from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
-from trainflow.flows.new_project.starting import code_chats
+from trainflow.flows.new_project.starting import read_sample
 
 SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (80, 3, ("padded", "packed", "flat", "grouped"))}
 """Conversations, counted epochs of each, and ways."""
@@ -65,7 +65,7 @@ class Rows(NamedTuple):
 
 def prepare(folder: Path, count: int, pack: list[str], *, length: int = LENGTH) -> Rows:
     """The rows of so many conversations, a row each or sharing rows."""
-    lines = [json.loads(line) for line in code_chats().splitlines()[:count]]
+    lines = [json.loads(line) for line in read_sample("code_chats.jsonl").splitlines()[:count]]
     (folder / "chats.jsonl").write_text("".join(json.dumps({**line, "fold": "train"}) + "\n" for line in lines))
     recipe, store = load(recipe_file("supervised-fine-tuning"), folder), Store.open(folder / "-".join(["out", *pack]))
     out = PrepareOutput(store, [str(folder / "chats.jsonl")])

@@ -38,7 +38,7 @@ from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, PrepareOutput, Recipe, load
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
-from trainflow.flows.new_project.starting import code_lines, modules
+from trainflow.flows.new_project.starting import read_sample
 
 SIZES = {"smallest": (10, 1), "full": (200, 5)}  # optimizer steps a run, counted runs
 MODEL = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -46,17 +46,17 @@ BATCH = 16
 LENGTH = 64  # tokens of a row
 IGNORED = -100
 Prepared = tuple[Recipe, dict[str, list[dict[str, Any]]], DataInfo]
-TASKS: dict[str, tuple[str, Callable[[], str], dict[str, Any], str]] = {
-    "text-classification": ("lines.csv", modules, {"text": "line", "label": "module"}, "majority_accuracy"),
-    "token-classification": ("lines.jsonl", code_lines, {}, "usual_accuracy"),
+TASKS: dict[str, tuple[str, dict[str, Any], str]] = {
+    "text-classification": ("modules.csv", {"text": "line", "label": "module"}, "majority_accuracy"),
+    "token-classification": ("code_lines.jsonl", {}, "usual_accuracy"),
 }
-"""Recipe -> its file, the content, the options of prepare, and the metric of what needs no model."""
+"""Recipe -> its sample, the options of prepare, and the metric of what needs no model."""
 
 
 def prepare(name: str, folder: Path) -> Prepared:
     """The rows of a recipe, as its prepare makes them."""
-    file, make, options, _ = TASKS[name]
-    (folder / file).write_text(make())
+    file, options, _ = TASKS[name]
+    (folder / file).write_text(read_sample(file))
     recipe = load(recipe_file(name), folder)
     out = PrepareOutput(Store.open(folder / "out"), [str(folder / file)])
     split = {"validation": 0, "test": 0.3}
@@ -82,7 +82,7 @@ def by_recipe(name: str, prepared: Prepared, steps: int, seed: int) -> tuple[flo
         )
         wall, cpu = _timed(trainer.train)
         found = trainer.evaluate(eval_dataset=splits["test"])
-    metrics = {"accuracy": found["eval_accuracy"], "without_a_model": found[f"eval_{TASKS[name][3]}"]}
+    metrics = {"accuracy": found["eval_accuracy"], "without_a_model": found[f"eval_{TASKS[name][2]}"]}
     return wall, cpu, metrics
 
 

@@ -33,7 +33,7 @@ from trainer_lib.recipes import DataInfo, load
 from trainer_lib.recipes.texts.templates import TEMPLATES
 from trainer_lib.storage import Store
 from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
-from trainflow.flows.new_project.starting import marked_lines, ranked_lines, word_orders
+from trainflow.flows.new_project.starting import read_sample
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,17 +75,16 @@ def judged_steps(name: str, folder: str, rows: list[Any], data: DataInfo, model:
 @pytest.mark.parametrize(
     ("name", "made", "options", "model"),
     [
-        ("feedback-optimization", marked_lines, {"config": TINY}, {}),
-        ("reward-modeling", ranked_lines, {}, {"config": TINY}),
-        ("preference-optimization", word_orders, {"config": TINY}, {"loss": "orpo"}),
+        ("feedback-optimization", "marked_lines.csv", {"config": TINY}, {}),
+        ("reward-modeling", "ranked_lines.csv", {}, {"config": TINY}),
+        ("preference-optimization", "word_orders.jsonl", {"config": TINY}, {"loss": "orpo"}),
     ],
 )
 def test_two_ranks_learn_from_judged_answers_like_one(
-    name: str, made: Any, options: dict[str, Any], model: dict[str, Any], tmp_path: Path
+    name: str, made: str, options: dict[str, Any], model: dict[str, Any], tmp_path: Path
 ) -> None:
     """The divergence from the reference is that of all rows of a step, on whichever rank they are."""
-    path = tmp_path / ("rows.jsonl" if made is word_orders else "rows.csv")
-    path.write_text(made())
+    (path := tmp_path / made).write_text(read_sample(made))
     _, splits, data = prepare_sources(name, [str(path)], {**options, "vocabulary": 400, "max_length": 96}, tmp_path)
     rows = [{**row, "labels": 1} for row in splits["train"][:33]]  # good ones alone: the model moves away
     given = str(tmp_path), rows, data, model

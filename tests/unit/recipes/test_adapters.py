@@ -23,7 +23,7 @@ from trainer_lib.trainer.model.models import (
     set_compute_type,
 )
 from trainer_lib.worker.process.assembly import BASE, load_weights
-from trainflow.flows.new_project.starting import word_orders
+from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 CHATS = RecipeCase(
@@ -196,8 +196,7 @@ def test_another_base_is_refused_at_the_resume(chats: Prepared, base: Path, tmp_
 
 @quantized
 def test_preferences_begin_with_the_reference_in_the_same_bits(base: Path, chats: Prepared, tmp_path: Path) -> None:
-    # Which sentences there are depends on the version of Python.
-    rows = "".join([line for line in word_orders().splitlines(keepends=True) if len(line) < 250][:24])
+    rows = "".join([line for line in read_sample("word_orders.jsonl").splitlines(True) if len(line) < 250][:24])
     made = PAIRS.prepare(tmp_path, rows, folder=base, load_in="4bit")
     error = refusal(lambda: build(made, folder=base, adapter={"rank": 2}, load_in="4bit"))
     assert (error.field, error.remedy) == ("train.model.load_in", "Move it to prepare.options.load_in.")

@@ -25,7 +25,7 @@ from trainer_lib.recipes.sequence_to_sequence import score_text
 from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
-from trainflow.flows.new_project.starting import character_names, code_questions
+from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 BATCHES: dict[str, Any] = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16, "learning_rate": 1e-2}
@@ -38,14 +38,14 @@ CONTEXT = "  Ada wrote the first program. Bob read it in 1843, twice."
 
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    lines = "".join(character_names().splitlines(keepends=True)[:240])
+    lines = "".join(read_sample("character_names.csv").splitlines(keepends=True)[:240])
     options: dict[str, Any] = {"vocabulary": 400, "target_length": 24, "split": {"test": 0.1, "validation": 0}}
     return SEQUENCES.prepare(tmp_path_factory.mktemp("names"), lines, **options)
 
 
 @pytest.fixture(scope="module")
 def questions(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    rows = code_questions().splitlines(keepends=True)
+    rows = read_sample("code_questions.jsonl").splitlines(keepends=True)
     text = "".join(row for row in rows if len(json.loads(row)["context"]) < 300)
     options: dict[str, Any] = {"max_length": 64, "stride": 16, "vocabulary": 800}
     split = {"test": 0.3, "validation": 0}

@@ -38,7 +38,7 @@ from trainer_lib.recipes.texts.packed_batches import (
 )
 from trainer_lib.recipes.texts.templates import END, TEMPLATES, TURN, ChatTemplate, FaultyError
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer, learn_byte_tokenizer
-from trainflow.flows.new_project.starting import code_chats
+from trainflow.flows.new_project.starting import read_sample
 
 CHATS = RecipeCase(
     "supervised-fine-tuning",
@@ -324,7 +324,7 @@ def test_turns_that_say_so_are_not_trained_and_plain_templates_end_answers_by_th
 # -- training ---------------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    rows = "".join(code_chats().splitlines(keepends=True)[:200])
+    rows = "".join(read_sample("code_chats.jsonl").splitlines(keepends=True)[:200])
     return CHATS.prepare(tmp_path_factory.mktemp("packed"), rows, length=512, overlong="drop")
 
 

@@ -23,7 +23,7 @@ from trainer_lib.recipes.preference_optimization import preference_losses
 from trainer_lib.recipes.reward_modeling import reward_losses
 from trainer_lib.recipes.texts.templates import END, TURN
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
-from trainflow.flows.new_project.starting import marked_lines, ranked_lines, word_orders
+from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 USUAL: dict[str, Any] = {"vocabulary": 500, "max_length": 96, "split": {"validation": 0, "test": 0.3}}
@@ -43,12 +43,12 @@ def lines(*rows: Any) -> str:
 
 @pytest.fixture(scope="module")
 def marks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return TABLES[1].prepare(tmp_path_factory.mktemp("marks"), marked_lines())
+    return TABLES[1].prepare(tmp_path_factory.mktemp("marks"), read_sample("marked_lines.csv"))
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return TABLES[0].prepare(tmp_path_factory.mktemp("ranks"), ranked_lines())
+    return TABLES[0].prepare(tmp_path_factory.mktemp("ranks"), read_sample("ranked_lines.csv"))
 
 
 BRIEF = {"role": "system", "content": "brief"}
@@ -56,7 +56,7 @@ BRIEF = {"role": "system", "content": "brief"}
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    rows = "".join(word_orders().splitlines(keepends=True)[::6])
+    rows = "".join(read_sample("word_orders.jsonl").splitlines(keepends=True)[::6])
     return PAIRS.prepare(tmp_path_factory.mktemp("pairs"), rows)
 
 
@@ -234,7 +234,7 @@ def test_rewards_are_learned_and_new_answers_have_them(ranks: Prepared, tmp_path
 def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp_path: Path) -> None:
     from transformers import AutoModelForSequenceClassification
 
-    (tmp_path / "rows.csv").write_text(ranked_lines())
+    (tmp_path / "rows.csv").write_text(read_sample("ranked_lines.csv"))
     publish_recipe(tmp_path / "model", "reward-modeling", tmp_path / "rows.csv", dict(USUAL), {"config": TINY})
     loaded: Any = load_model(str(tmp_path / "model"), trust_code=True)
     row = {"completion": "import ast"}
@@ -261,7 +261,7 @@ def base(marks: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_a_language_model_becomes_one_of_rewards_by_adapters_and_a_new_head(base: Path, tmp_path: Path) -> None:
-    made = TABLES[0].prepare(tmp_path, ranked_lines(), folder=base)
+    made = TABLES[0].prepare(tmp_path, read_sample("ranked_lines.csv"), folder=base)
     settings: dict[str, Any] = {"folder": base, "adapter": {"rank": 4}}
     trainer = trained(made, tmp_path / "run", settings, 40, **BATCHES)
     changed = {name for name, each in trainer.model.named_parameters() if each.requires_grad}

@@ -25,11 +25,12 @@ from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.preference_optimization import measure_preferences, preference_losses
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.worker.process.assembly import load_weights
-from trainflow.flows.new_project.starting import word_orders
+from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 SOURCES = ("stdlib:json", "stdlib:concurrent")
 BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 1e-2}
+ORDERS = read_sample("word_orders.jsonl").splitlines(keepends=True)
 PREFERENCES = RecipeCase(
     "preference-optimization",
     "pairs.jsonl",
@@ -69,7 +70,7 @@ def base(packed: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    return PREFERENCES.prepare(tmp_path_factory.mktemp("pairs"), "".join(word_orders().splitlines(keepends=True)[::2]))
+    return PREFERENCES.prepare(tmp_path_factory.mktemp("pairs"), "".join(ORDERS[::2]))
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ def known(pairs: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def of_known(known: Path, tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    rows = "".join(word_orders().splitlines(keepends=True)[:40])
+    rows = "".join(ORDERS[:40])
     return PREFERENCES.prepare(tmp_path_factory.mktemp("of_known"), rows, config={}, folder=known)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.named_recipes import RecipeCase
-from trainflow.flows.new_project.starting import elnino, modules
+from trainflow.flows.new_project.starting import read_sample
 
 CASES = {
     "tabular-classification": RecipeCase("tabular-classification", options={"label": "answer"}),
@@ -82,7 +82,8 @@ def talked(role: str, **more: Any) -> str:
 TABLE, GAP, RARE = table(), table().replace("1,red,yes,0", ",red,yes,0", 1), table("1,red,maybe,10")
 NAMED = "\n".join(f"{line},{'name' if row == 0 else f'n{row}'}" for row, line in enumerate(table(rows=120).split()))
 SEA: dict[str, Any] = {"time": "month", "target": "temperature", "context": 36, "horizon": 6, "season": 12}
-MARCH = next(line for line in elnino().splitlines() if line.startswith("1960-03-01"))
+ELNINO, MODULES = read_sample("elnino.csv"), read_sample("modules.csv")
+MARCH = next(line for line in ELNINO.splitlines() if line.startswith("1960-03-01"))
 WORD = table().replace("3,blue,yes,0", "unknown,blue,yes,0", 1)
 HALF = counted().replace("\n12,", "\n12.5,")
 TWELVE, GAP_IN_TIME = counted(steps=12), counted().replace("\n12,12,ada,5", "")
@@ -126,11 +127,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     "time-series-forecasting": [
         (counted("7,99,x,1"), {}, "row 30 (line 32): the time 7 is that of … row 7 (line 9) … options.series=NAME"),
         (HALF, {}, "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1"),
-        (elnino().replace("1960-03-01", "1960-03-05"), SEA, "the time 1960-03-05 is not on the grid"),
-        (elnino().replace("1960-03-01", "March 1960"), SEA, "column 'month': 'March 1960' is not a time"),
-        (elnino(), {**SEA, "step": "moon"}, "not a step of time"),
-        (elnino().replace(f"{MARCH}\n", ""), SEA, "lacks 1 steps"),
-        (elnino().replace(f"{MARCH}\n", ""), {**SEA, "step": "MS"}, "lacks 1 steps"),
+        (ELNINO.replace("1960-03-01", "1960-03-05"), SEA, "the time 1960-03-05 is not on the grid"),
+        (ELNINO.replace("1960-03-01", "March 1960"), SEA, "column 'month': 'March 1960' is not a time"),
+        (ELNINO, {**SEA, "step": "moon"}, "not a step of time"),
+        (ELNINO.replace(f"{MARCH}\n", ""), SEA, "lacks 1 steps"),
+        (ELNINO.replace(f"{MARCH}\n", ""), {**SEA, "step": "MS"}, "lacks 1 steps"),
         (HOLES, {}, "column 'y': there is no value, as in 1 of 29 rows"),
         (GAP_IN_TIME, {}, "row 12 (line 14): before this row the table lacks 1 steps, and 1 in all"),
         (counted().replace("\n0,0,", "\n0,,"), {"missing": "previous"}, "the first value is missing"),
@@ -149,11 +150,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (LATE, {"series": "who", "season": 1}, "'bea' has 0 steps to train on"),
     ],
     "text-classification": [
-        (modules().replace("\n", "\n,ast\n", 1), {}, "data.csv, row 0 (line 2), column 'line': there is no value"),
-        (modules(), {"text": "lines"}, 'Did you mean "line"?'),
-        (modules(), {"text": None}, "where the texts are"),
-        (modules(), {"max_lenght": 3}, 'Did you mean "max_length"?'),
-        (modules(), {"pretrained": "a", "folder": "b"}, "A model has a name or a folder, and not both."),
+        (MODULES.replace("\n", "\n,ast\n", 1), {}, "data.csv, row 0 (line 2), column 'line': there is no value"),
+        (MODULES, {"text": "lines"}, 'Did you mean "line"?'),
+        (MODULES, {"text": None}, "where the texts are"),
+        (MODULES, {"max_lenght": 3}, 'Did you mean "max_length"?'),
+        (MODULES, {"pretrained": "a", "folder": "b"}, "A model has a name or a folder, and not both."),
     ],
     "token-classification": [
         (tagged((["a", "b"], ["X"])), {}, "data.jsonl, row 9 (line 10): there are 2 words and 1 tags."),

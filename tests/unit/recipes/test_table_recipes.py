@@ -16,7 +16,7 @@ from trainer_lib import EvalPrediction
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import load
 from trainer_lib.recipes.tabular_classification import TabularNet, text_code
-from trainflow.flows.new_project.starting import elnino
+from trainflow.flows.new_project.starting import read_sample
 
 WINE, DIABETES = ROOT / "examples" / "tabular" / "wine.csv", ROOT / "examples" / "tabular" / "diabetes.csv"
 TABLE = RecipeCase("tabular-classification", options={"label": "answer"})
@@ -151,7 +151,8 @@ def counted(steps: int = 30, **more: int) -> str:
 
 
 def test_a_linear_model_beats_both_naive_forecasts_of_the_sea(tmp_path: Path) -> None:
-    made = recipe, splits, data = SERIES.prepare(tmp_path, elnino(), **SEA, split={"validation": 0.1, "test": 0.3})
+    split, sea = {"validation": 0.1, "test": 0.3}, read_sample("elnino.csv")
+    made = recipe, splits, data = SERIES.prepare(tmp_path, sea, **SEA, split=split)
     trainer = trained(made, tmp_path / "run", {}, 150, per_device_train_batch_size=32, learning_rate=1e-2)
     measured = trainer.evaluate(eval_dataset=splits["test"])
     assert measured["eval_mase_below_naive"] > 0.5

@@ -26,26 +26,26 @@ from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.shared.model_places import new_config
 from trainer_lib.recipes.texts.tokenizing import learn_tokenizer
 from trainer_lib.recipes.token_classification import measure_tags
-from trainflow.flows.new_project.starting import code_lines, entity_names, modules
+from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TEXT = RecipeCase("text-classification", options={"text": "line", "label": "module"})
 TOKEN = RecipeCase("token-classification", "lines.jsonl")
 EMBEDDINGS = RecipeCase("embeddings", options={"query": "entity", "positive": "character"})
+MODULES = read_sample("modules.csv")
 PAIRS: dict[str, Any] = {"per_device_train_batch_size": 32, "learning_rate": 5e-3}
 
 
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     where = tmp_path_factory.mktemp("texts")
-    return TEXT.prepare(where, modules(), max_length=32, vocabulary=1000, split={"test": 0.3})
+    return TEXT.prepare(where, MODULES, max_length=32, vocabulary=1000, split={"test": 0.3})
 
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
-    # Whether a tag as rare as that of an import is in both splits depends on the version of Python.
-    lines = "".join([line for line in code_lines().splitlines(keepends=True) if '"import"' not in line][:400])
+    lines = "".join([row for row in read_sample("code_lines.jsonl").splitlines(True) if '"import"' not in row][:400])
     options: dict[str, Any] = {"max_length": 32, "vocabulary": 800, "split": {"test": 0.3, "validation": 0}}
     return TOKEN.prepare(tmp_path_factory.mktemp("words"), lines, **options)
 
@@ -53,7 +53,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 @pytest.fixture(scope="module")
 def names(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     options: dict[str, Any] = {"vocabulary": 400, "max_length": 32, "split": {"test": 0.2, "validation": 0}}
-    return EMBEDDINGS.prepare(tmp_path_factory.mktemp("names"), entity_names(), **options)
+    return EMBEDDINGS.prepare(tmp_path_factory.mktemp("names"), read_sample("entity_names.csv"), **options)
 
 
 # -- classes of texts -------------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ def test_a_model_that_begins_at_random_beats_the_most_frequent_class(texts: Prep
 
 
 def test_equal_texts_give_an_equal_vocabulary_in_which_only_our_tokens_are_special() -> None:
-    texts = [line.rpartition(",")[0] for line in modules().splitlines()]
+    texts = [line.rpartition(",")[0] for line in MODULES.splitlines()]
     first, again = (learn_tokenizer(texts, vocabulary=2000, max_length=64) for _ in range(2))
     assert first.get_vocab() == again.get_vocab()
     assert len(first) == 2000
@@ -138,12 +138,12 @@ def test_a_tokenizer_without_a_token_to_pad_with_is_refused(tmp_path: Path) -> N
     bare = Tokenizer(models.WordLevel({"<eos>": 0, "x": 1}, unk_token="x"))
     fast: Any = PreTrainedTokenizerFast
     fast(tokenizer_object=bare, eos_token="<eos>").save_pretrained(tmp_path / "bare")
-    error = TEXT.refused(tmp_path, modules(), folder=tmp_path / "bare")
+    error = TEXT.refused(tmp_path, MODULES, folder=tmp_path / "bare")
     assert "no token to pad with" in error.message
     assert error.remedy == "Set prepare.options.pad_token=<eos>, a token that it has."
-    _, _, data = TEXT.prepare(tmp_path, modules(), folder=tmp_path / "bare", pad_token="<eos>")
+    _, _, data = TEXT.prepare(tmp_path, MODULES, folder=tmp_path / "bare", pad_token="<eos>")
     assert data.info["pad_token_id"] == 0
-    wrong = TEXT.refused(tmp_path, modules(), folder=tmp_path / "bare", pad_token="<pad>")
+    wrong = TEXT.refused(tmp_path, MODULES, folder=tmp_path / "bare", pad_token="<pad>")
     assert "no token '<pad>'" in wrong.message
 
 
