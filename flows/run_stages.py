@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.storage.commit import COMMIT
+from trainer_lib.trackers.names import GATE_TAG
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.past_runs import read_record, run_folder
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome, Status
@@ -25,7 +26,7 @@ from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest, look_up
 from trainflow.tasks.stage.rehearsal import needs_rehearsal, rehearse_evaluation
-from trainflow.tasks.stage.track import track_gates, track_stage
+from trainflow.tasks.stage.track import track_stage
 
 if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
@@ -210,7 +211,7 @@ class _StageRun:
             return
         self._result.gates = verdict.to_dicts()
         if self._tracked is not None:
-            track_gates(self._tracked, verdict)
+            self._tracked.set_tags({GATE_TAG: str(verdict)})
         if not verdict.passed:
             self._skip_rest("held back by the gate")
             verdict.enforce("published")

@@ -19,7 +19,6 @@ from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import ConfigError
 from trainflow.tasks.keys import keys
 from trainflow.tasks.keys.keys import StageKey
-from trainflow.tasks.stage.facts import PublishFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.rerun import find_publication_problem
 from trainflow.tasks.stage.track import track_evaluation, track_publication, track_splits, track_training
@@ -90,10 +89,6 @@ def _predictions(manifest: StageManifest) -> dict[str, str]:
     return {"predictions": f"{manifest.url}/{min(folders, key=len, default='')}".rstrip("/")}
 
 
-def _published(manifest: StageManifest[PublishFacts]) -> dict[str, str]:
-    return {"published" if manifest.facts.held is None else "stays": manifest.facts.published_url}
-
-
 # Parameter of the task -> the stage whose manifest it takes.
 _DATA_AND_MODEL = {"data": "prepare-data", "model": "train"}
 
@@ -152,7 +147,7 @@ TABLE: tuple[Stage, ...] = (
         key=keys.publish_key,
         inputs={**_DATA_AND_MODEL, "evaluation": "evaluate"},
         gated=True,
-        places=_published,
+        places=lambda found: {"published" if found.facts.held is None else "stays": found.facts.published_url},
         inspect=find_publication_problem,
         track=track_publication,
     ),

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -73,10 +73,6 @@ class LinkCheck:
     bytes: int = 0
     problems: tuple[str, ...] = ()
     why: str = ""
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return asdict(self)
 
 
 class _NotCheckedError(Exception):

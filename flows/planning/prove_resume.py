@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import json
 import os
 import platform
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rich.text import Text
 
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.json_text import parse_json, render_sealed, seal_of
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, InfrastructureError, NotReproducibleError, Preempted
@@ -245,8 +244,8 @@ class _Proof:
         plain = spec.model_dump(mode="json", include={"name", "prepare", "train"})
         return {
             "spec": spec.name,
-            "spec_digest": _digest(plain),
-            "source_digest": _digest(key.fields["recipe"]),
+            "spec_digest": seal_of(plain),
+            "source_digest": seal_of(key.fields["recipe"]),
             "source": key.fields["recipe"],
             "data_digest": self._data.content_digest,
             "train_key": key.digest,
@@ -296,14 +295,7 @@ def _beyond(at: int, steps: int) -> ConfigError:
 def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
     """The record with its time and, last, its seal."""
     created = datetime.now(UTC).isoformat(timespec="seconds")
-    # Through JSON, because the seal must cover what a reader of the file gets: lists for tuples, texts for keys.
-    whole = parse_json(json.dumps({"format": FORMAT, "kind": "prove-resume", "created": created, **record}))
-    return {**whole, "seal": _digest(whole)}
-
-
-def seal_holds(verdict: Mapping[str, Any]) -> bool:
-    """Whether a record is as it was written."""
-    return verdict.get("seal") == _digest({name: value for name, value in verdict.items() if name != "seal"})
+    return parse_json(render_sealed({"format": FORMAT, "kind": "prove-resume", "created": created, **record}), dict)
 
 
 def write_record(verdict: Mapping[str, Any], path: Path) -> None:
@@ -349,7 +341,3 @@ def find_failure(verdict: Mapping[str, Any]) -> NotReproducibleError | None:
 def _describe_stop(verdict: Mapping[str, Any]) -> str:
     stopped = verdict["stopped"]
     return f"stopped by {stopped['by']} after step {stopped['after_step']}, resumed from {verdict['resumed_from']}"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -234,10 +234,6 @@ class StageProgress:
     eta_s: float | None = None
     text: str = ""
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return dict(vars(self))
-
 
 def describe_progress(status: RunStatus) -> list[StageProgress]:
     """The stages of a running run, in their order."""

@@ -69,11 +69,8 @@ def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
 def find_absent(sources: Sequence[str]) -> list[str]:
     """The local sources that do not exist on this machine."""
     kinds = [(source, *_kind(source, "prepare.sources")) for source in sources]
-    return [source for source, kind, rest in kinds if kind == "local" and not _is_there(rest)]
-
-
-def _is_there(path: str) -> bool:
-    return Path(path).exists() or (is_pattern(path) and bool(list_matches(path)[1]))
+    absent = [(source, path) for source, kind, path in kinds if kind == "local" and not Path(path).exists()]
+    return [source for source, path in absent if not (is_pattern(path) and list_matches(path)[1])]
 
 
 def find_remote(sources: Sequence[str]) -> list[str]:

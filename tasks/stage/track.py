@@ -9,9 +9,8 @@ import json
 from datetime import datetime
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.trackers.names import GATE_TAG, group_log, group_results
+from trainer_lib.trackers.names import group_log, group_results
 from trainflow.tasks.stage.facts import PrepareFacts, PublishFacts, TrainFacts
-from trainflow.tasks.stage.gates import GateVerdict
 from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import Ledger
@@ -89,8 +88,3 @@ def track_publication(run: TrackedRun, manifest: StageManifest[PublishFacts], ra
         return
     tags = {"url": facts.published_url, "revision": facts.revision, "digest": facts.published_digest}
     run.set_tags({f"trainflow.published_{name}": value for name, value in tags.items()})
-
-
-def track_gates(run: TrackedRun, verdict: GateVerdict) -> None:
-    """Tag the run with the verdict on what the spec requires of its evaluation."""
-    run.set_tags({GATE_TAG: str(verdict)})

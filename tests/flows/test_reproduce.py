@@ -13,11 +13,11 @@ import pytest
 from tests.support import toy
 from tests.support.command import Cli, trainflow
 from tests.support.runs import IN_PROCESS, broken, run, run_of
+from trainer_lib.base.json_text import seal_of
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainflow.flows.lineage.lineage_chain import find_chain
 from trainflow.flows.lineage.reproduction import Outcome, Reproduction, open_scratch
 from trainflow.flows.pipeline import run_pipeline
-from trainflow.flows.planning.prove_resume import seal_holds
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.model import model_lineage
@@ -153,7 +153,7 @@ def test_equal_runs_are_proved_and_the_verdict_is_sealed(tmp_path: Path) -> None
     assert found["compared"]["steps"] == found["compared"]["learning_rates"] == 8
     assert {"model.safetensors", "optimizer.safetensors", "rng/rank-00000.json"} <= set(found["compared"]["states"])
     assert list(found["source"]) == ["recipe.py:build_model"]  # what train reaches in the recipe
-    assert seal_holds(found) and not seal_holds({**found, "steps": 9})
+    assert found.pop("seal") == seal_of(found) != seal_of({**found, "steps": 9})
     assert not (tmp_path / "store").exists()
 
 
@@ -165,7 +165,7 @@ def test_a_state_that_is_lost_is_found_and_named(tmp_path: Path, cli: Cli) -> No
     answer = json.loads(done.out)
     assert (answer["ok"], answer["exit_code"]) == (False, 20)
     found = answer["proof"]
-    assert found["verdict"] == "different" and seal_holds(found)
+    assert found["verdict"] == "different" and found.pop("seal") == seal_of(found)
     first = found["first_difference"]
     assert (first["step"], first["what"]) == (3, "loss") and first["whole"] != first["resumed"]
     assert "optimizer.safetensors: linear.weight/exp_avg" in [each["what"] for each in found["differences"]]

@@ -117,11 +117,7 @@ class MetricCall:
 
 
 def read_metrics(values: Iterable[str | Mapping[str, Any]]) -> tuple[MetricCall, ...]:
-    """The metrics of a spec.
-
-    Raises:
-        ConfigError: an entry is not a metric, or two have one name among the results.
-    """
+    """The metrics of a spec. Raises ConfigError for what is not one, and for two of one name among the results."""
     calls = tuple(map(MetricCall.of, values))
     seen: set[str] = set()
     for call in calls:

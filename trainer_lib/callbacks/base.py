@@ -172,11 +172,7 @@ class CallbackHandler(TrainerCallback):
         return "\n".join(type(callback).__name__ for callback in self.callbacks)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Append a callback; a class is instantiated.
-
-        Raises:
-            ConfigError: it has none of the events.
-        """
+        """Append a callback; a class is instantiated. Raises ConfigError if it has none of the events."""
         instance = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(instance, event, None)) for event in EVENTS):
             raise ConfigError(

@@ -164,12 +164,7 @@ class Checkpoint:
         return read_safetensors(self._store, name, expect=self._require_entry(name)) if name in self._entries else {}
 
     def read_rng(self, rank: int) -> dict[str, Any]:
-        """Read the random states of a rank.
-
-        Raises:
-            ConfigError: the saved run had no such rank.
-            DamagedError: the file is not as it was committed.
-        """
+        """Read the random states of a rank. Raises ConfigError if there was no such rank, and DamagedError."""
         state = self._read_json(layout.rng_file(rank))
         if state is None:
             raise ConfigError(
@@ -181,11 +176,7 @@ class Checkpoint:
         return state
 
     def read_file(self, name: str) -> bytes:
-        """Read any committed file, for instance ``config.json``.
-
-        Raises:
-            DamagedError: the commit does not list it, or it is not as it was committed.
-        """
+        """Read any committed file, for instance ``config.json``. Raises DamagedError if it is not as committed."""
         entry = self._require_entry(name)
         data = self._store.read_if_exists(name, limit=entry.size)
         if data is None:

@@ -264,11 +264,7 @@ def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
 
 
 def dtype_name(name: str, dtype: torch.dtype) -> str:
-    """The safetensors name of a dtype.
-
-    Raises:
-        ConfigError: safetensors lacks the dtype; the message calls the tensor `name`.
-    """
+    """The safetensors name of a dtype. Raises ConfigError, about the tensor `name`, if it has none."""
     try:
         return _NAMES[dtype]
     except KeyError:

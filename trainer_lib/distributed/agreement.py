@@ -14,11 +14,7 @@ Result = TypeVar("Result")
 
 
 def run_on_all_ranks(comm: Communicator, work: Callable[[], Result]) -> Result:
-    """Run `work` on every rank and return this rank's result. Collective.
-
-    Raises:
-        TrainflowError: on every rank, the error of the lowest rank whose work failed.
-    """
+    """Run `work` on every rank, and return its result or raise the error of the lowest rank that failed. Collective."""
     failure: TrainflowError | None = None
     result: Result | None = None
     try:

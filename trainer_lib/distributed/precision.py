@@ -76,11 +76,7 @@ class Precision:
 
 
 def create_precision(args: TrainingArguments, device: torch.device) -> Precision:
-    """Create the precision that the arguments select.
-
-    Raises:
-        ConfigError: the device does not support it.
-    """
+    """Create the precision that the arguments select. Raises ConfigError if the device does not support it."""
     if args.bf16:
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
             raise ConfigError(

@@ -41,11 +41,7 @@ class MergedMetrics:
         return total
 
     def merge(self, total: Sums | None, more: Sums) -> Sums:
-        """The sums of the rows of both.
-
-        Raises:
-            ConfigError: the names or shapes differ.
-        """
+        """The sums of the rows of both. Raises ConfigError if names or shapes differ."""
         if total is None:
             return dict(more)
         if total.keys() != more.keys():

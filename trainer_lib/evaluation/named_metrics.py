@@ -108,11 +108,7 @@ class CalledMetric:
             raise self._refusal(f"The name is that of a {kind}, which is not a metric.", remedy)
 
     def __call__(self, outputs: Outputs) -> dict[str, float]:
-        """Measure all rows.
-
-        Raises:
-            ConfigError: the metric raised an error, or did not return numbers.
-        """
+        """Measure all rows. Raises ConfigError if the metric raises an error, or does not return numbers."""
         if outputs.scores is None and self._call.given is not None:
             what = "The outputs are numbers, of which there is one kind."
             raise ConfigError(what, field=FIELD, value=self._call.given, remedy="Remove input.")

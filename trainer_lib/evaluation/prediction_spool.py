@@ -133,11 +133,7 @@ class PredictionSpool:
         self.num_batches = 0
 
     def append(self, tree: Any) -> None:
-        """Add a batch: a tree of arrays or tensors ``[batch, …]``.
-
-        Raises:
-            DataError: the tree's structure differs from that of earlier batches.
-        """
+        """Add a batch: a tree of arrays or tensors ``[batch, …]``. Raises DataError for another tree than before."""
         arrays: list[Array] = []
         form = nested.describe_form(nested.to_numpy(tree), arrays)
         if self._form is None:

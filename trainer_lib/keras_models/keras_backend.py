@@ -43,12 +43,7 @@ def choose_torch() -> None:
 
 
 def import_keras() -> Any:
-    """The package keras, on torch.
-
-    Raises:
-        MissingExtraError: it is not installed.
-        ConfigError: it runs on another backend.
-    """
+    """The package keras, on torch. Raises MissingExtraError without it, and ConfigError if it has another backend."""
     choose_torch()
     chosen = os.environ.get(_VARIABLE, "torch")
     try:
@@ -209,11 +204,7 @@ class KerasSchedule:
 
 
 def use_schedule(optimizer: Any, schedule: Any) -> None:
-    """Let a Keras optimizer follow a schedule that was given alongside it.
-
-    Raises:
-        ConfigError: the optimizer has another schedule, or this is not a Keras schedule.
-    """
+    """Let a Keras optimizer follow a schedule that was given alongside it. Raises ConfigError if it has another."""
     kind, present = import_keras().optimizers.schedules.LearningRateSchedule, optimizer._learning_rate
     if not isinstance(schedule, kind):
         message = "The schedule of a Keras optimizer must be a Keras schedule."
@@ -263,11 +254,7 @@ def _warm_up(keras: Any, rate: float, decay: Any, steps: int) -> Any:
 
 
 def as_writer(writer: Any) -> Any:
-    """A writer with the methods of torch's; one of TensorFlow is wrapped, and stays open.
-
-    Raises:
-        ConfigError: it is neither.
-    """
+    """A writer with the methods of torch's; one of TensorFlow is wrapped, and stays open. Raises ConfigError."""
     if callable(getattr(writer, "add_scalar", None)):
         return writer
     if not callable(getattr(writer, "as_default", None)):

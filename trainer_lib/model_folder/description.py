@@ -110,11 +110,7 @@ class ModelDescription:
 
 
 def read_description(data: bytes, where: str) -> ModelDescription:
-    """The description in the bytes of the file at `where`.
-
-    Raises:
-        DamagedError: it is not such a file. ConfigError: a newer version wrote it.
-    """
+    """The description in the bytes of the file at `where`. Raises DamagedError, or ConfigError for a newer version."""
     try:
         record = parse_json(data, dict)
     except ValueError as error:

@@ -151,11 +151,7 @@ def read_lineage(data: bytes, where: str) -> Lineage:
 
 
 def read_lineage_file(folder: Store) -> Lineage | None:
-    """The lineage in a folder; None without one.
-
-    Raises:
-        ConfigError, DamagedError: as `read_lineage`. StorageError: the folder cannot be read.
-    """
+    """The lineage in a folder; None without one. Raises what `read_lineage` raises, and StorageError."""
     where = f"{folder.url}/{FILE}"
     try:
         data = folder.read_if_exists(FILE, limit=LIMIT)

@@ -164,11 +164,7 @@ class LoadedModel:
         return int(self._args.per_device_eval_batch_size)
 
     def add_outputs(self, rows: GivenRows, spool: PredictionSpool, *, batch_size: int | None = None) -> None:
-        """Append the model's outputs for rows to a spool: arrays ``[batch, …]``.
-
-        Raises:
-            ConfigError: a batch would have no rows.
-        """
+        """Append outputs for rows to a spool: arrays ``[batch, …]``. Raises ConfigError if a batch has no rows."""
         if batch_size is not None and batch_size < 1:
             raise ConfigError("A batch has at least one row.", field="batch_size", value=batch_size)
         if self._trainer is None:

@@ -83,11 +83,7 @@ class OptimizerRequest:
 
 
 def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any:
-    """Return the attribute `name` of a package's module.
-
-    Raises:
-        MissingExtraError: the package is not installed, or too old to have the attribute.
-    """
+    """Return the attribute `name` of a package's module. Raises MissingExtraError if it is not there."""
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:

@@ -250,11 +250,7 @@ class Request(Generic[R]):
         return {"format": FORMAT, "verb": self.verb, **to_record(self)}
 
     def read_result(self, record: object) -> R:
-        """The worker's answer from plain JSON data.
-
-        Raises:
-            ConfigError: it is not such a result: the worker runs another version.
-        """
+        """The worker's answer from plain JSON data. Raises ConfigError for that of another version."""
         result: R = from_record(self.result, record, name="result.json")
         return result
 
@@ -579,11 +575,7 @@ class ImportRequest(Request[ImportResult], verb="import_checkpoint", result=Impo
 
 
 def read_request(record: object) -> Request[Any]:
-    """A request from plain JSON data.
-
-    Raises:
-        ConfigError: another format, an unknown verb, or a field that is unknown, missing or of another type.
-    """
+    """A request from plain JSON data. Raises ConfigError for another format, verb, or type of a field."""
     # The format first: fields of another format would be refused for the wrong reason.
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
         raise ConfigError(

@@ -110,7 +110,7 @@ def verify(
         raise failure
     rest = f", {unchecked} not checked" if unchecked else ""
     line = Text(f"{counted(held, 'link')} held{rest}", "green")
-    record = {"links": [check.to_dict() for check in checks], "notes": list(chain.notes)}
+    record = {"links": [vars(check) for check in checks], "notes": list(chain.notes)}
     return Answer(record, lambda: [] if failure else [line], failure)
 
 

@@ -132,7 +132,7 @@ def _watch(root: str) -> None:
 def _progress(status: RunStatus) -> dict[str, Any]:
     from trainflow.flows.runs.run_status import describe_progress
 
-    return {"stage_progress": [stage.to_dict() for stage in describe_progress(status)]} if status.is_at_work else {}
+    return {"stage_progress": [vars(stage) for stage in describe_progress(status)]} if status.is_at_work else {}
 
 
 def _stages(statuses: Sequence[RunStatus]) -> list[Text]:

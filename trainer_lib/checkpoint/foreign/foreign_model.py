@@ -80,11 +80,7 @@ def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, T
 
 
 def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put a peft adapter's weights, name → tensor `[...]`, into the adapter of a model.
-
-    Raises:
-        ConfigError: the model has no adapter, or another one.
-    """
+    """Put a peft adapter's weights, name → tensor `[...]`, into a model's. Raises ConfigError if it is another."""
     try:
         import peft
     except ImportError as error:

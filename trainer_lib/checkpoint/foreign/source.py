@@ -148,11 +148,7 @@ class _Plain:
         self._left = _VALUES
 
     def copy_value(self, value: Any, depth: int) -> Any:
-        """Copy a value.
-
-        Raises:
-            DamagedError: the value is too large, nested too deeply, or something other than plain values.
-        """
+        """Copy a value. Raises DamagedError unless it is a plain one, and neither too large nor nested too deeply."""
         self._left -= 1
         if self._left < 0 or depth > _DEPTH:
             raise refuse_file(self._where, f"it holds more than {_VALUES:,} values, or nests them deeper than {_DEPTH}")

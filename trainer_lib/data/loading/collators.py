@@ -43,11 +43,7 @@ class Pads(Protocol):
 
 
 def returned_as(batch: Mapping[str, Any], return_tensors: str) -> dict[str, Any]:
-    """A batch of tensors ``[batch, …]`` as it is asked for: "pt" as it is, "np" as arrays.
-
-    Raises:
-        DataError: another kind is asked for.
-    """
+    """A batch of tensors ``[batch, …]`` as "pt", which it is, or "np", as arrays. Raises DataError for others."""
     if return_tensors == "pt":
         return dict(batch)
     if return_tensors != "np":

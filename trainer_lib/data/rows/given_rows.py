@@ -212,11 +212,7 @@ def refuse_row(place: str, column: str | None, what: str) -> DataError:
 
 
 def parse_text(place: str, name: str, text: str, column: Column) -> Any:
-    """The value that a text stands for in a column.
-
-    Raises:
-        DataError: it does not stand for one.
-    """
+    """The value that a text stands for in a column. Raises DataError if there is none."""
     if column.kind == "string":
         return text
     try:

@@ -176,11 +176,7 @@ class NumberedParts:
             pass
 
     def collect(self) -> Iterator[Part]:
-        """All parts in their order, once all processes have ended.
-
-        Raises:
-            InfrastructureError: a part is missing.
-        """
+        """All parts in their order, once all processes have ended. Raises InfrastructureError if one is missing."""
         found = self._records.look_at_all(lambda part: self._find(part, compare_digest=False))
         for expected, (number, part) in enumerate(found):
             if part is None or number != expected:

@@ -140,11 +140,7 @@ def _to_json_lines(table: pa.Table) -> bytes:
 
 
 def read_predictions(store: Store, paths: Sequence[str]) -> pa.Table:
-    """The rows of Parquet files, in the order of the files.
-
-    Raises:
-        StorageError: a file cannot be read. DataError: it is not a Parquet file.
-    """
+    """The rows of Parquet files, in the order of the files. Raises StorageError or DataError."""
     tables = []
     for path in paths:
         with store.open_read(path) as stream:

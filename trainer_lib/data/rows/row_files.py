@@ -105,11 +105,7 @@ class OpenFile:
         return self._number - before
 
     def rows(self, most: int) -> tuple[int, list[Raw]]:
-        """The number of the next row, and the next rows, at most so many; fewer at the end.
-
-        Raises:
-            DataError: the file cannot be read.
-        """
+        """The number of the next row, and the next rows, at most so many; fewer at the end. Raises DataError."""
         first, found = self._number, list[Raw]()
         try:
             # Appended one by one: where reading fails, those before are known, and the error names the next one.
@@ -352,22 +348,14 @@ class RowReader:
         return min(1.0, (self._done_bytes + now) / self._total_bytes)
 
     def skip(self, rows: int) -> int:
-        """Leave out rows, without converting them; return how many, fewer at the end.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Leave out rows, without converting them; return how many, fewer at the end. Raises DataError."""
         first, wanted = self.position, self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
             self.position += opened.skip(wanted - self.position)
         return self.position - first
 
     def take_all(self, rows: int) -> Iterator[Row | BadRow]:
-        """Read the next rows, fewer at the end, with those that cannot be read.
-
-        Raises:
-            DataError: a file cannot be read.
-        """
+        """Read the next rows, fewer at the end, with those that cannot be read. Raises DataError."""
         wanted = self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
             first, found = opened.rows(min(_AT_ONCE, wanted - self.position))

@@ -181,11 +181,7 @@ class FsdpStrategy(Strategy):
     forward_communicates = True
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
-        """Form the mesh of processes.
-
-        Raises:
-            ConfigError: a setting that cannot be served, or a process that no launcher started.
-        """
+        """Form the mesh of processes. Raises ConfigError for what cannot be served."""
         super().__init__(device, comm)
         settings = settings_of(args)
         if settings is None:

@@ -172,11 +172,7 @@ class GroupsByMesh:
 
 
 def plan_experts(model: nn.Module, parts: int) -> list[str]:
-    """Return the names of the modules whose experts are divided into `parts`.
-
-    Raises:
-        ConfigError: the model has none, or their number cannot be divided.
-    """
+    """Return the names of the modules whose experts are divided into `parts`. Raises ConfigError."""
     patterns = [
         re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         for pattern, style in (getattr(model, "ep_plan", None) or {}).items()
