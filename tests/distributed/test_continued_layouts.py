@@ -120,6 +120,7 @@ def continued(
 CONTINUED: dict[str, tuple[str, dict[str, int]]] = {
     "sent": ("mixtral", {"expert": 2}),
     "sequence": ("llama", {"sequence": 2}),
+    "tensor": ("llama", {"tensor": 2}),
 }
 
 

@@ -17,7 +17,7 @@ _CLEANING = """
     storage = sys.argv[1]
     print("ready", flush=True)
     sys.stdin.readline()
-    removed, end = [], time.monotonic() + 6
+    removed, end = [], time.monotonic() + 3
     while time.monotonic() < end:
         removed += remove_garbage(storage, find_garbage(storage, keep=2))
     print(len(removed), flush=True)
@@ -81,7 +81,7 @@ def test_beside_runs_at_work_nothing_that_they_refer_to_goes(tmp_path: Path) -> 
     storage = str(tmp_path)
     nightly(storage, 3)
     with (
-        _process(_RUNS, storage, "6") as working,
+        _process(_RUNS, storage, "3") as working,
         _process(_CLEANING, storage) as one,
         _process(_CLEANING, storage) as two,
     ):
