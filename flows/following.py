@@ -8,9 +8,9 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
+from trainer_lib.base.durations import seconds_since
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.mixture import FIELD, merge_weights
 from trainer_lib.errors import ConfigError, StorageError
@@ -183,11 +183,8 @@ class Watch:
 
 
 def _may_still_save(status: RunStatus) -> bool:
-    try:
-        beat = datetime.fromisoformat((status.sign.at if status.sign is not None else None) or "")
-        return 0 <= (datetime.now(UTC) - beat).total_seconds() < SETTLE_S
-    except (ValueError, TypeError):
-        return False
+    age_s = None if status.sign is None else seconds_since(status.sign.at)
+    return age_s is not None and 0 <= age_s < SETTLE_S
 
 
 OUTAGES = 30

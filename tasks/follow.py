@@ -224,29 +224,19 @@ def keep_best(root: Store, standard: Standard, evaluations: Sequence[Evaluation]
     Raises:
         StorageError: the storage cannot be read or written.
     """
-    candidates = dict(_still_there(list_checkpoints(root), evaluations))
+    there = list_checkpoints(root)
+    candidates = {info.name: found for info in there for found in evaluations if found.is_of(info)}
     best = standard.choose(candidates.values())
-    while best is not None and not keep_checkpoint(root.child(best.checkpoint), _why(standard, best)):
+    while best is not None:
+        value = f"{standard.metric} = {best.metrics[standard.metric]:.6g}"
+        if keep_checkpoint(root.child(best.checkpoint), f"trainflow follow: the best checkpoint so far ({value})."):
+            break
         del candidates[best.checkpoint]  # removed just now
         best = standard.choose(candidates.values())
     for name in candidates:
         if best is not None and name != best.checkpoint and is_kept(root.child(name)):
             end_keeping(root.child(name))
     return best
-
-
-def _still_there(
-    infos: Sequence[CheckpointInfo], evaluations: Sequence[Evaluation]
-) -> Iterable[tuple[str, Evaluation]]:
-    for info in infos:
-        for evaluation in evaluations:
-            if evaluation.is_of(info):
-                yield info.name, evaluation
-
-
-def _why(standard: Standard, best: Evaluation) -> str:
-    value = best.metrics[standard.metric]
-    return f"trainflow follow: the best checkpoint so far ({standard.metric} = {value:.6g})."
 
 
 # Where the training was: its own points have that.

@@ -123,10 +123,10 @@ class Reproduction:
         """
         prepared = run_pipeline(self.spec, only="prepare-data")
         prepared.raise_for_error()
-        self._check_data(_manifests(prepared))
+        self._check_data(prepared.manifests())
         result = run_pipeline(self.spec)
         result.raise_for_error()
-        self._compare(_manifests(result))
+        self._compare(result.manifests())
         return self.outcome
 
     # -- before it begins ---------------------------------------------------------------------------------------------
@@ -280,11 +280,6 @@ def _quiet(spec: PipelineSpec, to: str) -> PipelineSpec:
         "tracking": spec.tracking.model_copy(update={"enabled": False}),
     }
     return spec.model_copy(update=changed).with_resolver(spec.resolver)
-
-
-def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
-    found = {outcome.stage: outcome.manifest for outcome in result.stages if outcome.manifest is not None}
-    return {stage: StageManifest.from_dict(manifest) for stage, manifest in found.items()}
 
 
 def _compare_files(old: StageManifest, new: StageManifest) -> Iterator[dict[str, Any]]:

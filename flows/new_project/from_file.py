@@ -241,7 +241,8 @@ class Guesses(Guess):
         values = self._table.columns[name]
         if are_thousands:
             values = [None if value is None else Reading(thousands=",").with_point(str(value)) for value in values]
-        numbers = np.array([np.nan if value is None else _number(value) for value in values], np.float64)
+        read = (None if value is None else number_of(value) for value in values)
+        numbers = np.array([np.nan if number is None else number for number in read], np.float64)
         self._numbers[name] = numbers
         if np.isnan(numbers).any():
             self.options["missing"] = "mean", "numbers are missing"
@@ -342,11 +343,6 @@ class Guesses(Guess):
                 f"{counted(twice, 'row')} in {len(self._table):,} are there before: they may fall into train and test."
             )
             self.comments.append(f"{what} Remove them.")
-
-
-def _number(value: Any) -> float:
-    number = number_of(value)
-    return float("nan") if number is None else number
 
 
 def _yaml(value: Any) -> str:

@@ -287,12 +287,11 @@ def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
 
 
 def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
-    return _end_after_two_looks(client, lambda: _dead_runs(client))
+    def look() -> list[DeadRun]:
+        runs = ((run, _holder_of(run)) for run in _open_flow_runs(client) if not _is_starting_again(run))
+        return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
 
-
-def _dead_runs(client: SyncPrefectClient) -> list[DeadRun]:
-    runs = ((run, _holder_of(run)) for run in _open_flow_runs(client) if not _is_starting_again(run))
-    return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
+    return _end_after_two_looks(client, look)
 
 
 def _is_starting_again(run: FlowRun) -> bool:

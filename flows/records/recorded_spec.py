@@ -13,12 +13,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.protocol.recipe_names import FOLDER
-from trainer_lib.storage import Store
+from trainer_lib.storage import Store, relative_problem
 from trainflow.flows.records.past_runs import SPEC_FILE, PastRun, run_folder
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec
 from trainflow.flows.stages import all_stages
@@ -140,7 +140,7 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
     contents: dict[str, bytes] = {}
     problems: list[str] = [] if run.sources else ["none were kept"]
     for name, digest in sorted(run.sources.items()):
-        data = None if _leads_out(name) else kept.read_if_exists(name, limit=_SOURCE_BYTES)
+        data = None if relative_problem(name) else kept.read_if_exists(name, limit=_SOURCE_BYTES)
         if data is None or hashlib.sha256(data).hexdigest() != digest:
             problems.append(f"{name} is {'missing' if data is None else 'not as it was kept'}")
         else:
@@ -173,11 +173,6 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
             remedy="Set XDG_CACHE_HOME to a folder that you may write.",
         ) from error
     return folder
-
-
-def _leads_out(name: str) -> bool:
-    path = PurePosixPath(name)
-    return path.is_absolute() or ".." in path.parts
 
 
 # -- the sources of the data ------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
@@ -13,6 +13,9 @@ from trainer_lib.errors import Interrupted, Preempted, Pruned, TrainflowError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.names import is_measurement
 from trainflow.tasks.tracking.notifying import End, Message, NotifySettings
+
+if TYPE_CHECKING:
+    from trainflow.tasks.stage.manifest import StageManifest
 
 RUN_ID_CHARS = 16
 """A run's id, and its folder below the storage's `runs/`, is the beginning of its pipeline's key."""
@@ -88,6 +91,13 @@ class PipelineResult:
         mlflow = f"{self.mlflow_run_id} in {self.tracking_uri or ''}" if self.mlflow_run_id else ""
         places |= {"report": self.report_url or "", "MLflow run": (mlflow and self.run_url) or mlflow}
         return {label: place for label, place in places.items() if place}
+
+    def manifests(self) -> dict[str, StageManifest]:
+        """The committed results by their stages."""
+        from trainflow.tasks.stage.manifest import StageManifest
+
+        found = {outcome.stage: outcome.manifest for outcome in self.stages}
+        return {stage: StageManifest.from_dict(record) for stage, record in found.items() if record}
 
     def measured(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         """The splits that stages measured, with their metrics."""

@@ -167,7 +167,9 @@ class _RunLog:
         with self._lock:
             try:
                 if kind == "stage" and event.get("status") == "started":
-                    self._begin(stage, int(event.get("attempt") or 1))
+                    if stage in self._stages:
+                        self._stages[stage].close()
+                    self._stages[stage] = _StageLog(self._folder.child(stage), int(event.get("attempt") or 1))
                 if text and stage in self._stages:
                     self._stages[stage].write(kind if kind != "log" else "progress", text)
             except (OSError, TrainflowError) as error:  # the work does not depend on its log
@@ -179,11 +181,6 @@ class _RunLog:
         with self._lock, contextlib.suppress(OSError, TrainflowError):
             for log in self._stages.values():
                 log.close()
-
-    def _begin(self, stage: str, attempt: int) -> None:
-        if stage in self._stages:
-            self._stages[stage].close()
-        self._stages[stage] = _StageLog(self._folder.child(stage), attempt)
 
 
 @contextlib.contextmanager

@@ -42,7 +42,7 @@ def collect_sections(plan: Plan, result: PipelineResult) -> list[Section]:
     """The sections that can be filled now; what cannot be read is left out."""
     train = plan.spec.train
     settings = {"args": train.args, "model": train.model, "options": train.options}
-    manifests = _manifests(result)
+    manifests = result.manifests()
     ledgers = _ledgers(plan, manifests)
     prepared, training = manifests.get("prepare-data"), manifests.get("train")
     attempts = [_attempt_row(attempt) for stage, ledger in ledgers.items() for attempt in _attempts(stage, ledger)]
@@ -185,11 +185,6 @@ def _outcomes(found: Mapping[str, StageManifest]) -> list[Outcome]:
 def _show_input(shown: Mapping[str, str]) -> str:
     text, image = to_terminal(str(shown.get("text", ""))), str(shown.get("image", ""))
     return Markup('<img src="{}" alt=""> {}').format(image, text) if image.startswith(_PICTURE) else text
-
-
-def _manifests(result: PipelineResult) -> dict[str, StageManifest]:
-    records = (outcome.manifest for outcome in result.stages)
-    return {found.stage: found for record in records if record for found in [StageManifest.from_dict(record)]}
 
 
 def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Ledger]:

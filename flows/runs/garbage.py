@@ -357,20 +357,14 @@ def _stage_folders(storage: str) -> Iterator[tuple[Store, Folder]]:
 def _add_stage(garbage: Garbage, store: Store, folder: Folder, why: str) -> None:
     if not store.list():
         return  # some stores keep an empty folder
-    if user := _user_of(store):
-        garbage.in_use[store.url] = user
+    if (user := find_holder(store) or _reader_of(store)) is not None:
+        garbage.in_use[store.url] = str(user)
     else:
         garbage.items.append(Item("stage", store, _size(store), why, folder))
 
 
-def _user_of(store: Store) -> str | None:
-    """The process that works in a stage's folder, or reads it or a checkpoint of it."""
-    if (holder := find_holder(store)) is not None:
-        return str(holder)
-    return _reader_of(store)
-
-
 def _reader_of(store: Store) -> str | None:
+    """The process that reads a stage's folder, or a checkpoint of it."""
     places = [store, *(store.child(CHECKPOINTS, name) for name in store.children(CHECKPOINTS))]
     return next((str(reader) for place in places for reader in list_readers(place)), None)
 

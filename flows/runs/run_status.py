@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
+from trainer_lib.base.durations import seconds_since
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import PastRun, list_runs, read_record, run_folder, write_record
 from trainflow.flows.records.prefect_runs import configured_api, end_runs_of, sweep_dead_runs
@@ -184,22 +184,15 @@ def _seems_silent(sign: Sign) -> bool:
     """Whether a process of another machine has to be watched: by its clock the last beat is long ago, or unknown."""
     if sign.life() != "unknown":
         return False
-    age_s = _age_s(sign)
+    age_s = seconds_since(sign.at)
     # Where the clocks are obviously different they say nothing.
     return age_s is None or not 0 <= age_s < 3 * BEAT_S
 
 
 def _is_long_ago(sign: Sign) -> bool:
     """Whether a beat that stands still is older than an outage of the storage, or a pause of the machine."""
-    age_s = _age_s(sign)
+    age_s = seconds_since(sign.at)
     return age_s is None or not 0 <= age_s < PAUSE_S
-
-
-def _age_s(sign: Sign) -> float | None:
-    try:
-        return (datetime.now(UTC) - datetime.fromisoformat(sign.at or "")).total_seconds()
-    except (ValueError, TypeError):
-        return None
 
 
 def _record_death(folder: Store, status: RunStatus) -> None:
@@ -242,17 +235,12 @@ def describe_progress(status: RunStatus) -> list[StageProgress]:
     found = []
     for name in run.record.get("planned") or sorted(run.stages):
         if sign is not None and name == sign.stage and name not in run.stages:
-            found.append(StageProgress(name, "running", _since(sign.since), sign.share, sign.eta_s, sign.progress))
+            since_s = seconds_since(sign.since)
+            took_s = None if since_s is None else max(since_s, 0.0)
+            found.append(StageProgress(name, "running", took_s, sign.share, sign.eta_s, sign.progress))
         elif name in run.stages:
             outcome = outcomes.get(name) or {}
             found.append(StageProgress(name, str(outcome.get("status") or "done"), outcome.get("seconds"), 1.0))
         else:
             found.append(StageProgress(name, "waiting"))
     return found
-
-
-def _since(text: str | None) -> float | None:
-    try:
-        return max((datetime.now(UTC) - datetime.fromisoformat(text or "")).total_seconds(), 0.0)
-    except (ValueError, TypeError):
-        return None

@@ -274,13 +274,11 @@ def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[
             for key in dict.fromkeys((*was, *is_now)):
                 if was.get(key) != is_now.get(key):
                     found = was.get(key, "not varied")
-                    yield f"space.{key}", found if not isinstance(found, dict) else _without_unset(found)
+                    if isinstance(found, dict):  # without what is unset
+                        found = {setting: value for setting, value in found.items() if value not in (None, False)}
+                    yield f"space.{key}", found
         elif was != is_now:
             yield name, was
-
-
-def _without_unset(dimension: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in dimension.items() if value not in (None, False)}
 
 
 def _short(value: Any) -> str:

@@ -219,12 +219,13 @@ class TrialTasks(UnseenTrials):
     def begin(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
         from prefect import Task
         from prefect.cache_policies import NO_CACHE
+        from prefect.logging import get_run_logger
 
         end: Future[State[Any]] = Future()
         values = ", ".join(f"{name} = {value}" for name, value in event["values"].items())
 
         def follow() -> State[Any]:
-            _log_of_run().info("%s", values)
+            get_run_logger().info("%s", values)
             return end.result()
 
         name = f"trial-{event['trial']}"
@@ -262,9 +263,3 @@ class TrialTasks(UnseenTrials):
     def _finish(self, slot: int, state: State[Any]) -> None:
         if (end := self._open.pop(slot, None)) is not None:
             end.set_result(state)
-
-
-def _log_of_run() -> Any:
-    from prefect.logging import get_run_logger
-
-    return get_run_logger()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
 """Seconds of each unit."""
@@ -30,6 +30,14 @@ def read_seconds(text: str) -> float | None:
         total += float(part[1]) * UNITS[part[2].lower()]
         position = part.end()
     return total if position else None
+
+
+def seconds_since(time: str | None) -> float | None:
+    """Seconds since a time in ISO-8601 with its zone; None for any other text."""
+    try:
+        return (datetime.now(UTC) - datetime.fromisoformat(time or "")).total_seconds()
+    except (ValueError, TypeError):
+        return None
 
 
 def find_problem(seconds: float) -> str | None:
