@@ -115,6 +115,14 @@ READ: dict[str, Ugly] = {
     ),
     "spaced thousands": Ugly("{n};1 234,5;{l}", head="n;x;label", first={"x": 1234.5}, words=("'1 234,5' is 1234.5",)),
     "no-break spaces": Ugly("{n};12\u202f345 €;{l}", head="n;x;label", first={"x": 12345.0}),
+    "a currency's code": Ugly("{n};−1'2{n},50 EUR;{l}", head="n;x;label", first={"x": -1210.5}, words=("is -1210.5.",)),
+    "thousands with a code": Ugly(
+        "{n};1.2{n} EUR;{l}", head="n;x;label", options={"read": {"decimal": ","}}, first={"x": 1210.0},
+        new={"n": 1, "x": "EUR 2.345", "expected": 2345.0},
+    ),
+    "perhaps thousands": Ugly("1.2{n},{l}", head="x,label", first={"x": 1.21}, words=('decimal="," reads thousands',)),
+    "units that are not known": Ugly("{n} kg,{l}", head="x,label", first={"x": "10 kg"}, words=("such as '10 kg'",)),
+    "underscores": Ugly("1_{n},{l}", head="x,label", first={"x": "1_10"}),
     "gaps by name": Ugly(
         "{n},{l},?", head="n,label,x", options={"read": {"na_values": ["?", 10]}, "missing": "mean"}, first={"x": ""},
         words=("Read as no value: '?' (20), '10' (1).",),
@@ -137,6 +145,7 @@ READ: dict[str, Ugly] = {
 }  # fmt: skip
 
 COLUMNS: dict[str, Ugly] = {
+    "a point next to commas": Ugly("1.2{n};1,5;{l}\n1.25;1,5;{l}", head="x;y;label", first={"x": 1.21}),
     "days first": Ugly(
         "{n}/02/2020,{n},{l}", head="x,n,label", options={"dates": {"x": None}},
         first={"x": "2020-02-10T00:00:00"}, new={"n": 1, "x": "28/02/2020", "expected": "2020-02-28T00:00:00"},
@@ -228,6 +237,9 @@ def test_parts_of_dates_and_words_are_numbers() -> None:
         (Ugly("202001{n},{l}", head="x,label", options={"dates": {"x": None}}), "can be read in several ways"),
         (Ugly('"1,2{n}",{l}', head="x,label"), "row 0 (line 2), column 'x': '1,210' can be read in two ways"),
         (Ugly("1.2{n} €;{l}\n5,50;a", head="x;label"), 'prepare.options.read.decimal=","'),
+        (Ugly("1.2{n};{n},5;{l}", head="x;y;label"), "column 'x': '1.210' can be read in two ways"),
+        (Ugly("{n} %,{l}\n{n},{l}", head="x,label"), "several units, such as '10 %' and '10'"),
+        (Ugly("{n} $,{l}\nEUR {n},{l}", head="x,label"), "several units, such as '10 $' and 'EUR 10'"),
         (Ugly("{n}.5.2020,{l}\n,a", head="x,label", options={"dates": {"x": None}}), "missing=mean"),
         (Ugly("{n},{l}", head="x,label", options={"dates": {"y": None}}), "Choose one of: x, label"),
         (Ugly("{n},{l}", head="x,label", options={"hashed": {"x": 0}}), "number of numbers"),
@@ -282,18 +294,44 @@ def test_a_wrong_way_of_reading_is_refused_with_its_setting(tmp_path: Path, read
     assert str(caught.value.field).startswith("prepare.options.read.")
 
 
-@pytest.mark.parametrize(("new", "number"), [("1.500,00", 1500.0), ("1.500", None), ("15.5", 15.5), (1.125, 1.125)])
-def test_a_new_number_of_two_meanings_is_refused_where_the_training_had_decimal_commas(
-    tmp_path: Path, new: Any, number: float | None
+@pytest.mark.parametrize(
+    ("training", "new", "found"),
+    [
+        ("1.2{n},50;{l}\nNA;a", "1.500,00", 1500.0),
+        ("1.2{n},50;{l}\nNA;a", "1.500", "'1.500' can be read in two ways: the training had decimal commas"),
+        ("1.2{n},50;{l}\nNA;a", "15.5", 15.5),
+        ("1.2{n},50;{l}\nNA;a", 1.125, 1.125),
+        ("1.2{n},50;{l}\n1,200.5;a", "2,100.5", 2100.5),
+        ("{n} %;{l}", "5 %", 0.05),
+        ("{n} %;{l}", 0.05, 0.05),  # as a workbook has it
+        ("{n} %;{l}", "5", "'5' is a number without a unit, and those of the training are in %"),
+        ("{n};{l}", "5%", "'5%' is a number in %, and those of the training are without a unit"),
+        ("{n} €;{l}", "$5", "'$5' is a number in $, and those of the training are in €"),
+        ("{n} €;{l}", "5", 5.0),
+    ],
+)
+def test_a_new_number_that_means_something_else_than_those_of_the_training_is_refused(
+    tmp_path: Path, training: str, new: Any, found: float | str
 ) -> None:
-    _, out = prepared(Ugly("1.2{n},50;{l}\nNA;a", head="x;label").write(tmp_path), missing="mean")
+    _, out = prepared(Ugly(training, head="x;label").write(tmp_path), missing="mean")
     form = TableForm.of(out.info)
     assert form is not None
-    if number is not None:
-        assert form.read({"x": new}, "row 0") == {"x": number}
+    if isinstance(found, float):
+        assert form.read({"x": new}, "row 0") == {"x": found}
         return
-    with pytest.raises(TrainflowError, match=r"'1\.500' can be read in two ways: the training had decimal commas"):
+    with pytest.raises(TrainflowError, match=re.escape(found)):
         form.read({"x": new}, "row 0")
+
+
+def test_true_and_false_of_a_typed_file_may_be_words_in_a_new_one(tmp_path: Path) -> None:
+    lines = [json.dumps({"x": row % 3 == 0, "label": "ab"[row % 2]}) for row in range(ROWS)]
+    _, out = prepared(Ugly("\n".join(lines), name="data.jsonl").write(tmp_path))
+    form = TableForm.of(out.info)
+    assert form is not None
+    found = [form.read({"x": value}, "row 0")["x"] for value in (True, "True", "FALSE", "1", 0.0)]
+    assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
+    with pytest.raises(TrainflowError, match="'yes' is neither true nor false"):
+        form.read({"x": "yes"}, "row 0")
 
 
 NAMELESS = {"columns": ["x", "label", "Ort"]}

@@ -95,7 +95,8 @@ class Reading:
         point = self.decimal or ("," if self.thousands == "." else ".")
         between = self.thousands or ("." if point == "," else ",")
         mark = r"\s" if between.isspace() else re.escape(between)
-        return re.compile(rf"([-+]?\s*[$€£¥]?\s*)(\d{{1,3}}(?:{mark}\d{{3}})+|\d+)(?:{re.escape(point)}(\d+))?(\D?\D?)")
+        whole, unit = rf"\d{{1,3}}(?:{mark}\d{{3}})+|\d+", "[$€£¥]|[A-Z]{3}"
+        return re.compile(rf"([-+−]?\s*(?:{unit})?\s*)({whole})(?:{re.escape(point)}(\d+))?(\D?\D?|\s?[A-Z]{{3}})")
 
     def with_point(self, text: str) -> str:
         """A number as this table writes it, with a point before its fraction; any other text as it is."""

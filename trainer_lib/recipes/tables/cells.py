@@ -31,12 +31,13 @@ NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 """Texts that stand for no value."""
 USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
 """Texts that pandas reads as no value as well; here only among numbers, because NA may be Namibia."""
-_AMOUNT = re.compile(r"([-+]?)\s*[$€£¥]?\s*([\d.,\s]*\d[.,]?)\s*([$€£¥%]?)")
-_SPACED = re.compile(r"[1-9]\d{0,2}(\s\d{3})+([.,]\d+)?")
+_UNIT = "([$€£¥%]|EUR|USD|GBP|CHF|JPY|CNY|INR|CAD|AUD|SEK|NOK|DKK|PLN|CZK|HUF|BRL|MXN|ZAR|TRY|KRW)?"
+_AMOUNT = re.compile(rf"([-+−]?)\s*{_UNIT}\s*([\d.,'’\s]*\d[.,]?)\s*{_UNIT}")
+_SPACED = re.compile(r"[1-9]\d{0,2}([\s'’]\d{3})+([.,]\d+)?")
 _POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
 _COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
-_EITHER = re.compile(r"[1-9]\d{0,2},\d{3}")
-_EITHER_BY_COMMAS = re.compile(r"[1-9]\d{0,2}[.,]\d{3}")
+_EITHER = re.compile(r"[1-9]\d{0,2}[.,]\d{3}")
+_MEASURE = re.compile(r"[-+−(]?\W?\s*\d[\d.,'’\s]*\s*\D{0,4}")
 
 _INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
 _LONGEST = 40  # characters of a number
@@ -72,12 +73,19 @@ def plain_value(value: Any, name: str, place: str, reading: Reading) -> Any:
 def number_of(value: Any) -> float | None:
     """The finite number that a value stands for; None for a text that stands for none."""
     try:
-        number = float(value)
+        number = as_float(value)
     except ValueError:
         number = _read_amount(str(value))
     except OverflowError:
         return None
     return number if math.isfinite(number) else None
+
+
+def as_float(value: Any) -> float:
+    """`float`, which reads 1_2 as 12: here that raises ValueError."""
+    if isinstance(value, str) and "_" in value:
+        raise ValueError(value)
+    return float(value)
 
 
 def _read_amount(text: str) -> float:
@@ -88,32 +96,36 @@ def _read_amount(text: str) -> float:
     match = _AMOUNT.fullmatch(text) if len(text) <= _LONGEST else None
     if match is None:
         return math.nan
-    digits = match[2]
+    digits = match[3]
     if _SPACED.fullmatch(digits):
-        digits = "".join(digits.split()).replace(",", ".")
+        digits = re.sub(r"[\s'’]", "", digits).replace(",", ".")
     elif _POINT.fullmatch(digits):
         digits = digits.replace(",", "")
     elif _COMMA.fullmatch(digits) and not _EITHER.fullmatch(digits):
         digits = digits.replace(".", "").replace(",", ".")
     with suppress(ValueError):
-        number = float(f"{match[1]}{digits}")
-        return number / 100 if match[3] == "%" else number
+        number = float(f"{match[1].replace('−', '-')}{digits}")
+        return number / 100 if "%" in (match[2], match[4]) else number
     return math.nan
 
 
-def is_in_two_ways(value: Any, *, commas: bool = False) -> bool:
-    """Whether a text is a number of two meanings: 1,234; where its column has decimal `commas`, also 1.234."""
-    return _has_digits(value, _EITHER_BY_COMMAS if commas else _EITHER)
+def number_form(value: Any) -> tuple[str, str]:
+    """The mark in a text that is a number, and its unit: % or that of money; both are empty for any other value.
 
-
-def has_decimal_comma(value: Any) -> bool:
-    """Whether a text is a number written as 1.234,5 is."""
-    return _has_digits(value, _COMMA)
-
-
-def _has_digits(value: Any, form: re.Pattern[str]) -> bool:
+    The mark is that before the fraction; of 1,234 and 1.234, which may be one thousand, it is "?," and "?.".
+    """
     match = _AMOUNT.fullmatch(value) if isinstance(value, str) and len(value) <= _LONGEST else None
-    return match is not None and form.fullmatch(match[2]) is not None
+    if match is None:
+        return "", ""
+    digits, unit = match[3], match[2] or match[4] or ""
+    if _EITHER.fullmatch(digits):
+        return f"?{digits[-4]}", unit
+    return "," if _COMMA.fullmatch(digits) else "." if "." in digits else "", unit
+
+
+def looks_like_measure(text: str) -> bool:
+    """Whether a text is digits with a few other characters, such as 12 kg or (1,234.50)."""
+    return _MEASURE.fullmatch(text) is not None
 
 
 def as_text(value: Any) -> str:

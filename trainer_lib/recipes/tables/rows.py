@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
+from trainer_lib.data.rows.reading import FIELD as READ
 from trainer_lib.data.rows.reading import Reading
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import (
     CLASS,
     DEFAULTS,
     LABEL,
+    NUMBER,
     ORDER,
     SEVERAL,
     TARGETS,
@@ -35,7 +37,9 @@ from trainer_lib.recipes.tables.cells import (
     is_index,
     iso_dates,
     looks_like_date,
+    looks_like_measure,
     name_of,
+    number_form,
     number_of,
     part_names,
     plain_value,
@@ -46,6 +50,7 @@ from trainer_lib.recipes.tables.cells import (
 from trainer_lib.recipes.tables.splitting import cut_rows, read_split
 from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.tables.table_files import (
+    NOTE,
     SOURCES,
     Reader,
     Table,
@@ -280,18 +285,18 @@ class TabularRows:
             self.table.refuse_free_text(name)
             self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(self.splits["train"]))))
             self._warn_of_cases(name, self.texts[name])
-            if looks_like_date(next(filter(None, self.table.each_text(name)), "")):
+            some = list(islice(filter(None, self.table.each_text(name)), _AT_ONCE))
+            if some and looks_like_date(some[0]):
                 what = f"The column '{name}' looks like dates, and is read as texts"
                 self._warnings.append(f"{what} (prepare.options.dates={{{name}: null}} reads dates).")
+            elif some and all(map(looks_like_measure, some)):
+                what = f"The column '{name}' is read as texts, such as '{some[0]}'"
+                self._warnings.append(f"{what}: write amounts as numbers without other characters.")
             return
         if self.options["missing"] == "refuse" and np.isnan(values).any():
             remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
             self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean and prepare.allow_nan=true.")
-        texts = (text for text in islice(self.table.columns[name], _AT_ONCE) if isinstance(text, str))
-        odd = next((text for text in texts if not _PLAIN_NUMBER.fullmatch(text) and text not in USUAL), None)
-        if odd is not None:
-            hint = f" (prepare.options.categorical=[{name}] reads names)" if odd.isdecimal() else ""
-            self._warnings.append(f"The column '{name}' is read as numbers: '{odd}' is {as_number(odd):g}{hint}.")
+        self._warn_of_forms(name)
         self.numbers[name] = self.scale(values)
         self._warn_of_rounding(name, *self.numbers[name])
 
@@ -339,6 +344,23 @@ class TabularRows:
         spread = float(np.sqrt(np.square(values, out=values).mean()))  # `std` makes a copy
         # A constant column says nothing; dividing by its spread would make its noise large.
         return [mean, spread if spread > 0 else 1.0]
+
+    def _warn_of_forms(self, name: str) -> None:
+        """Say how numbers are read that are not plain, or may be thousands without exception."""
+        texts = [text for text in islice(self.table.columns[name], _AT_ONCE) if isinstance(text, str)]
+        forms = [number_form(text) for text in texts]
+        odd = {
+            form: f"'{text}' is {as_number(text):g}"
+            for form, text in zip(reversed(forms), reversed(texts), strict=True)
+            if text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)
+        }
+        names = next((text for text in texts if text.isdecimal() and not _PLAIN_NUMBER.fullmatch(text)), None)
+        hint = f" (prepare.options.categorical=[{name}] reads names)" if names is not None else ""
+        if not odd and ("?.", "") in forms and (".", "") not in forms:
+            text = texts[forms.index(("?.", ""))]
+            odd, hint = {("", ""): f"'{text}' is {as_number(text):g}"}, f' ({READ}.decimal="," reads thousands)'
+        if odd:
+            self._warnings.append(f"The column '{name}' is read as numbers: {', '.join(odd.values())}{hint}.")
 
     def _warn_of_rounding(self, name: str, mean: float, spread: float) -> None:
         if abs(mean) * _ROUNDING > spread != 1.0:  # that of a constant column
@@ -467,13 +489,13 @@ class TabularRows:
         """Facts of the features for `build_model` and for predictions of new rows, as JSON."""
         number = "number" if self.options["missing"] == "refuse" else "number?"
         chosen, merged = self.options, set(self.options["merge"])
-        columns = dict.fromkeys(self.numbers, number)
-        columns |= {name: number.replace("number", "number,") for name in self.table.commas & self.numbers.keys()}
+        columns = {name: self.table.kind_of_numbers(name) + number.removeprefix("number") for name in self.numbers}
         columns |= {name: "folded?" if name in merged else "text?" for name in (*self.texts, *chosen["hashed"])}
         columns |= dict.fromkeys((name for name in chosen["categorical"] if columns.get(name) == "text?"), "name?")
         columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}
         dropped = [name for name in (*self.table.columns, *self.table.unread) if name not in columns]
         form = note_form(columns, self.options, dropped=dropped)
+        form[NOTE] |= {"answer": self.table.kind_of_numbers(self.label)} if self.target == NUMBER else {}
         found = {"label": self.label, "numbers": {**self.numbers, **self.parts}, "texts": self.texts, **form}
         made = {"dates": list(self.dates), "hashed": dict(chosen["hashed"])}
         return found | {name: value for name, value in made.items() if value}

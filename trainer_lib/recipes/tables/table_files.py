@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from itertools import islice, repeat
 from operator import is_
 from typing import Any, Self
@@ -28,14 +29,14 @@ from trainer_lib.data.rows.row_sources import TABLES, RowFile, find_row_files, f
 from trainer_lib.errors import DataError, TrainflowError, first_line
 from trainer_lib.recipes.tables.cells import (
     USUAL,
+    as_float,
     as_number,
     as_text,
     fold,
-    has_decimal_comma,
-    is_in_two_ways,
     is_index,
     looks_like_date,
     name_of,
+    number_form,
     number_of,
     plain_value,
     read_date,
@@ -52,6 +53,7 @@ SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", "
 """Ending of a file's name -> "sentences"."""
 SAME = "all rows have the same columns, with null, or an empty cell, where there is no value"
 _AT_ONCE = 10_000  # values that become numbers together
+_TRUTH = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 _FEW = 50
 """A text column with more different values than this, and than half of its rows, is not a category."""
 
@@ -126,7 +128,7 @@ class Table:
         notes: sentences about the files.
         unread: column that is left out because it has lists, objects or bytes -> the error about the first such value.
         gaps: text that stands for no value -> how many values it was.
-        commas: columns of numbers, once looked for, of which some have a decimal comma.
+        marks: column of numbers, once looked for -> a comma where their fractions have one, and their unit.
     """
 
     def __init__(self, places: Values, columns: dict[str, Values]) -> None:
@@ -134,7 +136,7 @@ class Table:
         self.notes: list[str] = []
         self.unread: dict[str, str] = {}
         self.gaps: Counter[str] = Counter()
-        self.commas: set[str] = set()
+        self.marks: dict[str, str] = {}
         self._marked: set[str] = set()  # columns with texts that Python reads as no number
 
     def __len__(self) -> int:
@@ -184,13 +186,14 @@ class Table:
         numbers, values = self.numbers(name), self.count(name)
         others = values - np.count_nonzero(np.isfinite(numbers))
         if not values or not others or 2 * others > values:
-            self._refuse_two_ways(name, not others)
+            if not others or (name in self._marked and all(map(_may_be_number, self.columns[name]))):
+                self._find_marks(name)
             return numbers if values and not others else None
         texts = ((row, value) for row, value in enumerate(self.columns[name]) if value is not None)
         wrong = ((row, value) for row, value in texts if number_of(value) is None)
         first = next((row for row, value in wrong if value not in USUAL), None)
         if first is None:
-            self._refuse_two_ways(name, True)
+            self._find_marks(name)
             self.notes.append(f"The column '{name}' is read as numbers, and {others:,} texts such as 'NA' as no value.")
             return numbers
         raise DataError(
@@ -201,19 +204,41 @@ class Table:
             f"({READ}.na_values=[…], {READ}.thousands=…), or declare texts: prepare.options.categorical=[{name}].",
         )
 
-    def _refuse_two_ways(self, name: str, are_numbers: bool) -> None:
-        """Raise DataError where all texts of a column are numbers, and some of them can be read in two ways."""
-        values = self.columns[name]
-        known = (value for value in values if value is not None)
-        if name not in self._marked or not (are_numbers or all(map(_may_be_number, known))):
+    def _find_marks(self, name: str) -> None:
+        """Note the marks of a column of numbers. Raises DataError for numbers of two meanings, or in several units."""
+        if name not in self._marked and not self._has_commas:
             return
-        if any(map(has_decimal_comma, values)):
-            self.commas.add(name)
-        rows = (row for row, value in enumerate(values) if is_in_two_ways(value, commas=name in self.commas))
-        if (first := next(rows, None)) is not None:
-            what = f"{self.places[first]}, column '{name}': '{values[first]}' can be read in two ways."
-            remedy = f'Say what the marks are: {READ}.decimal="," or {READ}.thousands=",".'
-            raise DataError(what, field=SOURCES, remedy=remedy)
+        values = self.columns[name]
+        rows: dict[tuple[str, str], int] = {}
+        for row, value in enumerate(values):
+            if value is not None and value not in USUAL:
+                rows.setdefault(number_form(value), row)
+        marks, units = {mark for mark, _ in rows}, {unit for _, unit in rows}
+        comma = "," if "," in marks or (self._has_commas and "." not in marks) else ""
+        for (mark, _), row in rows.items():
+            if mark == "?," or (mark == "?." and comma):
+                what = f"{self.places[row]}, column '{name}': '{values[row]}' can be read in two ways."
+                remedy = f'Say what the marks are: {READ}.decimal="," or {READ}.thousands=",".'
+                raise DataError(what, field=SOURCES, remedy=remedy)
+        others = units - {""}
+        if len(others) > 1 or ("%" in others and len(units) > 1):
+            one, other, *_ = (str(values[row]) for row in {unit: row for (_, unit), row in rows.items()}.values())
+            what = f"The column '{name}' has numbers in several units, such as '{one}' and '{other}'."
+            raise DataError(what, field=SOURCES, remedy="Write them in one unit.")
+        self.marks[name] = comma + "".join(others)
+
+    def kind_of_numbers(self, name: str) -> str:
+        """How new values of a column of numbers are read (`note_form`)."""
+        is_bool = all(value is None or isinstance(value, bool) for value in self.columns[name])
+        return "bool" if is_bool else f"number{self.marks.get(name, '')}"
+
+    @cached_property
+    def _has_commas(self) -> bool:
+        """Whether some column has numbers with a decimal comma, by its first values."""
+        heads = (list(islice(values, _AT_ONCE)) for values in self.columns.values())
+        return any(
+            any(number_form(value)[0] == "," for value in head) and all(map(_may_be_number, head)) for head in heads
+        )
 
     def count(self, name: str) -> int:
         """Count the values that a column has."""
@@ -225,7 +250,7 @@ class Table:
         for start in range(0, len(self), _AT_ONCE):
             some = list(islice(values, _AT_ONCE))
             try:
-                numbers[start : start + len(some)] = list(map(float, some))
+                numbers[start : start + len(some)] = list(map(as_float, some))
             except (TypeError, ValueError, OverflowError):
                 numbers[start : start + len(some)] = list(map(as_number, some))
                 self._marked.add(name)
@@ -272,7 +297,7 @@ class Table:
 
 
 def _may_be_number(value: Any) -> bool:
-    return number_of(value) is not None or is_in_two_ways(value)
+    return value is None or number_of(value) is not None or number_form(value)[0] == "?,"
 
 
 def count_different(values: np.ndarray) -> int:
@@ -407,9 +432,9 @@ def note_form(
     """The form of new rows, for ``out.info``.
 
     Args:
-        columns: column of the model -> how it is read: number, "number," (training had decimal commas), text, name (a
-            text; 3.0 is 3), folded (a text without case), date: with its form, exact (a text with its spaces) or words
-            (a list of texts); with "?" a value may be missing.
+        columns: column of the model -> how it is read: number, with a comma where training had decimal commas and with
+            its unit (`number,%`), bool, text, name (a text; 3.0 is 3), folded (a text without case), date: with its
+            form, exact (a text with its spaces) or words (a list of texts); with "?" a value may be missing.
         options: those of `prepare`, which may rename columns and name one with ids.
         optional: columns that a row may have as well, as they are.
         dropped: columns that were left out; None: all others.
@@ -434,6 +459,7 @@ class TableForm:
         self.id_column: str | None = note.get("id")
         self._optional, self._has_turns = frozenset(note["optional"]), bool(note.get("turns"))
         self.gathered: dict[str, Any] = note.get("gathered") or {}
+        self._answer: str = note.get("answer", "number")
         self._rename: dict[str, str] = dict(note["rename"])
         answer = next((name for name, new in self._rename.items() if new == label), label)
         self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
@@ -486,6 +512,7 @@ class TableForm:
         if name not in renamed:
             what = "there is no such column, and it has the labels"
             raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")
+        kind = self._answer if kind == "number" else kind
         return renamed[name] if kind is None else _read(renamed[name], kind, name, place, self.reading)
 
 
@@ -499,7 +526,7 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
         value = value.item()
     value = None if value != value else value
     kind, may_lack = kind.removesuffix("?"), kind.endswith("?")
-    kind, commas = ("number", True) if kind == "number," else (kind, False)
+    is_number = kind.startswith("number")
     if kind == "words":
         # A CSV has lists as JSON.
         listed = parse_text(place, name, value, Column("list", "string")) if isinstance(value, str) else value
@@ -511,23 +538,33 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
         found = value if value and value.strip() else None
     else:
         found = plain_value(value, name, place, reading)
-        found = None if kind == "number" and str(found) in USUAL else found
+        found = None if is_number and str(found) in USUAL else found
     if found is None:
         if not may_lack:
             raise refuse_row(place, name, "there is no value, and the model was trained without gaps")
-        return math.nan if kind == "number" else ""
-    if kind == "number":
-        if commas and is_in_two_ways(found, commas=True):
-            what = f"'{found}' can be read in two ways: the training had decimal commas ({READ}.decimal)"
-            raise refuse_row(place, name, what)
-        number = number_of(found)
-        if number is None:
-            raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
-        return number
-    return _as_kind(found, kind, name, place)
+        return math.nan if is_number or kind == "bool" else ""
+    return _as_number(found, kind, name, place) if is_number else _as_kind(found, kind, name, place)
+
+
+def _as_number(found: Any, kind: str, name: str, place: str) -> float:
+    (mark, unit), marks = number_form(found), kind.removeprefix("number")
+    if mark in ("?,", "?.") and "," in marks:
+        what = f"'{found}' can be read in two ways: the training had decimal commas ({READ}.decimal)"
+        raise refuse_row(place, name, what)
+    known = marks.removeprefix(",")
+    if (isinstance(found, str) and unit != known and "%" in unit + known) or (unit and known and unit != known):
+        ours, theirs = (f"in {one}" if one else "without a unit" for one in (unit, known))
+        raise refuse_row(place, name, f"'{found[:40]}' is a number {ours}, and those of the training are {theirs}")
+    if (number := number_of(found)) is None:
+        raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
+    return number
 
 
 def _as_kind(found: Any, kind: str, name: str, place: str) -> Any:
+    if kind == "bool":
+        if (number := _TRUTH.get(str(found).lower())) is None:
+            raise refuse_row(place, name, f"'{str(found)[:40]}' is neither true nor false, as in the training")
+        return number
     if kind.startswith("date:"):
         return read_date(str(found), kind.removeprefix("date:"), name, place)
     if kind == "name":
