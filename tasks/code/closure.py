@@ -184,12 +184,8 @@ class _Walk:
         self.marks[path] = _mark(path)
         self.digests[name] = _digest(tree)
         self.trees[name], self.paths[name] = tree, path
-        imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
-        self._imports[path] = [target for node in imports for _, target in import_targets(node)]
-        uses = _dotted_uses(tree)
-        makes_names = any(use.partition(".")[0] in _LOADERS and not use.startswith(_FACTS) for use in uses) or any(
-            isinstance(node, ast.Attribute) and node.attr in _LOADS for node in ast.walk(tree)
-        )
+        self._imports[path] = [target for _, target in _bound_imports(tree)]
+        uses, makes_names = _dotted_uses(tree), _makes_names(tree)
         self.unseen = self.unseen or makes_names
         changes_path = any(use in _MODULE_PATH or use.startswith("sys.path.") for use in uses)
         if changes_path and self._anywhere is None:
@@ -306,11 +302,23 @@ def _digest(tree: ast.Module) -> str:
 
 
 @functools.lru_cache(KEPT_FILES)
+def _bound_imports(tree: ast.Module) -> tuple[tuple[str, ImportTarget], ...]:
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return tuple(pair for node in imports for pair in import_targets(node))
+
+
+@functools.lru_cache(KEPT_FILES)
+def _makes_names(tree: ast.Module) -> bool:
+    return any(use.partition(".")[0] in _LOADERS and not use.startswith(_FACTS) for use in _dotted_uses(tree)) or any(
+        isinstance(node, ast.Attribute) and node.attr in _LOADS for node in ast.walk(tree)
+    )
+
+
+@functools.lru_cache(KEPT_FILES)
 def _dotted_uses(tree: ast.Module) -> frozenset[str]:
     """The names that a file uses, as dotted names of what they import."""
-    imports = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
     bound: dict[str, set[str]] = {}
-    for name, target in (pair for node in imports for pair in import_targets(node)):
+    for name, target in _bound_imports(tree):
         module = target.top if target.is_top else target.module
         bound.setdefault(name, set()).add(module if target.name is None else f"{module}.{target.name}")
     chains = set(module_names(tree))

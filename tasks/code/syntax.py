@@ -64,6 +64,7 @@ def top_level_names(path: Path) -> set[str] | None:
 # -- digests ----------------------------------------------------------------------------------------------------------
 
 
+@functools.lru_cache(KEPT_FILES)
 def reads_docstrings(tree: ast.AST) -> bool:
     """Whether code in the tree reads docstrings, so that they count."""
     return any(getattr(node, "id", getattr(node, "attr", None)) in _READS_DOCSTRINGS for node in ast.walk(tree))

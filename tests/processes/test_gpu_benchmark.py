@@ -88,7 +88,7 @@ def test_the_trainer_trains_and_resumes_without_the_pipelines_packages(python: P
     assert done.stdout.splitlines()[-1] == "[] 4"
 
 
-def test_rows_are_written_as_they_come_and_a_failed_one_does_not_end_the_run(python: Path, tmp_path: Path) -> None:
+def test_every_row_is_written_as_it_comes_and_a_failed_one_does_not_end_the_run(python: Path, tmp_path: Path) -> None:
     broken = next(python.parents[1].glob("lib/python3*/site-packages")) / "bitsandbytes"
     broken.mkdir()
     (broken / "__init__.py").write_text("raise ImportError('it is broken')\n")

@@ -140,20 +140,21 @@ def test_an_error_of_the_recipe_is_that_of_the_launch(tmp_path: Path, fake_slurm
 
 
 @pytest.mark.parametrize(
-    ("state", "kind", "expected", "message"),
+    ("state", "expected", "message"),
     [
-        ("PREEMPTED", 15, Preempted, "Slurm took the machines of job 1 back"),
-        ("OUT_OF_MEMORY", 9, OutOfMemoryError, "job 1 had no memory left"),
-        ("TIMEOUT", 9, InfrastructureError, "The time limit of job 1 was reached"),
+        ("PREEMPTED", Preempted, "Slurm took the machines of job 1 back"),
+        ("OUT_OF_MEMORY", OutOfMemoryError, "job 1 had no memory left"),
+        ("TIMEOUT", InfrastructureError, "The time limit of job 1 was reached"),
     ],
 )
 def test_how_a_job_ends_is_how_the_launch_ends(
-    tmp_path: Path, fake_slurm: FakeSlurm, state: str, kind: int, expected: type[Any], message: str
+    tmp_path: Path, fake_slurm: FakeSlurm, state: str, expected: type[Any], message: str
 ) -> None:
-    asked, ready = waiting(tmp_path)
+    fake_slurm.set("hold")
+    asked = request(tmp_path)
     started = SlurmLaunch(asked)
-    ready(started)
-    fake_slurm.take(state, kind=kind)
+    fake_slurm.wait_for("PENDING")
+    fake_slurm.take(state)
     failure = started.failure()
     assert type(failure) is expected
     assert re.search(message, str(failure))

@@ -150,7 +150,6 @@ def test_lines_are_counted_through_lists_and_merged_mappings() -> None:
         ("a: !!int many\n", "a value does not fit its tag", None),
         ("a: &a [*a]\n", "nested too deeply", None),
         ("[" * 1000, "nested too deeply", None),
-        ("[" * 20_000, "nested too deeply", None),
         ("- " * 101 + "1", "nested too deeply", None),
         ("{a: " * 101 + "1" + "}" * 101, "nested too deeply", None),
     ],

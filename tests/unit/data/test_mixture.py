@@ -65,8 +65,8 @@ def orders(draw: st.DrawFn) -> MixtureOrder:
 @given(orders())
 def test_rows_come_once_in_each_pass_over_their_source(order: MixtureOrder) -> None:
     """Passes run on over the ends of epochs; a source with a budget gives no more in any of them."""
-    seen = np.concatenate([epoch_of(order, epoch) for epoch in range(3)])
-    first = 0
+    epochs = [epoch_of(order, epoch) for epoch in range(3)]
+    seen, first = np.concatenate(epochs), 0
     for name, size in order.mixture.rows.items():
         own = seen[(seen >= first) & (seen < first + size)] - first
         for start in range(0, len(own), size):
@@ -75,7 +75,7 @@ def test_rows_come_once_in_each_pass_over_their_source(order: MixtureOrder) -> N
         first += size
         budget = order.mixture.budgets.get(name)
         if budget is not None:
-            assert all(sources_of(order, epoch_of(order, epoch)).count(name) <= budget for epoch in range(3))
+            assert all(sources_of(order, each).count(name) <= budget for each in epochs)
     assert len(seen) == 3 * order.num_samples
 
 

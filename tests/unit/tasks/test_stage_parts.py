@@ -96,6 +96,7 @@ def test_what_is_drawn_during_the_last_exchange_is_shown(monkeypatch: pytest.Mon
 
     monkeypatch.setattr(RunLink, "_draw", draw)
     monkeypatch.setattr(prefect_client, "FIRST_S", 0.0)
+    monkeypatch.setattr(prefect_client, "EVERY_S", 0.02)
     monkeypatch.setattr(prefect_client, "quick_client", lambda: contextlib.nullcontext(never_cancelled))
     link = RunLink("predict", uuid.uuid4(), uuid.uuid4())
     link.draw(2.2, "step 1/45")
