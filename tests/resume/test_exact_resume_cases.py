@@ -102,6 +102,17 @@ class OwnLoader(Trainer):
         return DataLoader(Augmented(ROWS), batch_size=4, shuffle=True, num_workers=self.args.dataloader_num_workers)
 
 
+class OneGenerator(Trainer):
+    """Gives loaders that share a generator, as torch's notes on reproducibility do."""
+
+    def get_train_dataloader(self) -> Any:
+        self.shared = torch.Generator().manual_seed(3)
+        return DataLoader(ROWS, batch_size=4, shuffle=True, generator=self.shared)  # type: ignore[arg-type]
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return DataLoader(ROWS, batch_size=4, generator=self.shared)  # type: ignore[arg-type]
+
+
 DATA: dict[str, tuple[Case, int]] = {
     "augmentation in workers": ({"rows": lambda: Augmented(ROWS), **TWO}, 2),
     "augmentation in persistent workers": ({"rows": lambda: Augmented(ROWS), **PERSISTENT}, 4),
@@ -125,6 +136,8 @@ DATA: dict[str, tuple[Case, int]] = {
     "a stream in workers": ({"rows": lambda: Stream(ROWS), "max_steps": 14, **TWO}, 8),
     "a stream in persistent workers": ({"rows": lambda: Stream(ROWS), "max_steps": 14, **PERSISTENT}, 8),
     "an own loader": ({"cls": OwnLoader}, 2),
+    "own loaders with one generator": (
+        {"cls": OneGenerator, "eval_dataset": ROWS, "eval_strategy": "steps", "eval_steps": 1}, 2),
     "an own loader with workers": ({"cls": OwnLoader, **TWO}, 5),
 }  # fmt: skip
 

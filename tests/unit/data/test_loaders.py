@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import random
 import time
@@ -335,21 +336,32 @@ def test_a_loader_of_ones_own_is_dealt_out_to_ranks_in_one_order() -> None:
     assert foreign(loader).step_samples(0) == 4, "a batch sampler says how large a step is"
 
 
-def test_an_epoch_of_a_loader_with_a_generator_depends_on_no_earlier_epoch() -> None:
-    def own(generator: torch.Generator) -> DataLoader[Any]:
-        order = RandomSampler(ROWS, generator=generator)
-        batches = BatchSampler(order, batch_size=2, drop_last=False)
-        return DataLoader(ROWS, batch_sampler=batches, collate_fn=default_data_collator)  # type: ignore[arg-type]
+def test_epochs_of_a_loader_with_a_generator_are_those_of_torch_also_after_a_resume() -> None:
+    def own() -> tuple[DataLoader[Any], torch.Generator]:
+        generator = torch.Generator().manual_seed(7)
+        batches = BatchSampler(RandomSampler(ROWS, generator=generator), batch_size=2, drop_last=False)
+        return DataLoader(ROWS, batch_sampler=batches, collate_fn=default_data_collator), generator  # type: ignore[arg-type]
 
-    generator = torch.Generator().manual_seed(7)
-    plain = [batch["x"].flatten().tolist() for batch in own(torch.Generator().manual_seed(7))]
-    source = foreign(own(generator))
-    first, second = read(source), read(source, epoch=1)
-    assert [x for x, _ in first] == plain
-    assert first != second
-    assert read(foreign(own(torch.Generator().manual_seed(7))), epoch=1) == second
+    def resumed(state: dict[str, Any], step: int = 0) -> tuple[list[Any], list[int]]:
+        loader, generator = own()
+        source = foreign(loader)
+        source.load_state(json.loads(json.dumps(state)), epoch=1, step=step)
+        return [x for x, _ in read(source, epoch=1, step=step)], generator.get_state().tolist()
+
+    plain, drawn = own()
+    first, second = ([batch["x"].flatten().tolist() for batch in plain] for _ in range(2))
+    loader, generator = own()
+    source, given = foreign(loader), generator.get_state()
+    assert [x for x, _ in read(source)] == first
+    assert resumed(source.state()) == (second, drawn.get_state().tolist())
+    micros = source.micros(1, 0)
+    next(micros), next(micros)
+    torch.rand(1, generator=generator)  # as an evaluation may do
+    stopped = source.state()
+    list(micros)
+    assert resumed(stopped, step=1) == (second[2:], generator.get_state().tolist())
     source.close()
-    assert torch.equal(generator.get_state(), torch.Generator().manual_seed(7).get_state())
+    assert torch.equal(generator.get_state(), given)
 
 
 def test_a_closed_source_leaves_the_loader_as_it_was() -> None:
@@ -363,7 +375,8 @@ def test_a_closed_source_leaves_the_loader_as_it_was() -> None:
         epochs = [read(first, epoch=epoch) for epoch in (0, 1)]
         next(first.micros(1, 0))
         first.close()
-        assert [read(foreign(loader), epoch=epoch) for epoch in (0, 1)] == epochs
+        again = foreign(loader)
+        assert [read(again, epoch=epoch) for epoch in (0, 1)] == epochs
 
 
 def test_a_loader_with_state_is_put_back() -> None:

@@ -99,6 +99,7 @@ class ForeignLoader:
             self._keep_start()
             batches = iter(self.loader)
             discard(batches, self._batches_before(start_step))
+            self._generators.reach_position()
         # Batches go to the ranks in turn, so every rank has to read all of them.
         while turn := list(itertools.islice(batches, self._world)):
             real = self._rank < len(turn)
@@ -123,7 +124,7 @@ class ForeignLoader:
             self._start = copy.deepcopy(self.loader.state_dict())
 
     def _set_epoch(self, epoch: int) -> None:
-        self._generators.set_epoch(epoch)
+        self._generators.begin_epoch(epoch)
         for part in parts_of_loader(self.loader):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
                 set_epoch(epoch)
@@ -134,6 +135,7 @@ class ForeignLoader:
     def state(self) -> dict[str, Any]:
         """The global batch, and the loader's own state if it has one."""
         state: dict[str, Any] = {"order": {"kind": "loader"}, "global_batch": self.global_batch}
+        state |= self._generators.state()
         if callable(read := getattr(self.loader, "state_dict", None)):
             state["loader"] = read()
         return state
@@ -141,6 +143,8 @@ class ForeignLoader:
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
         """Restore the loader, or log that it will be read up to the position."""
         refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
+        if generators := state.get("generators"):
+            self._generators.load_state(generators, epoch)
         if state.get("loader") is not None and callable(getattr(self.loader, "load_state_dict", None)):
             with generators_seeded(self._seed):  # a loader may begin to read in order to have a state
                 self._keep_start()

@@ -10,6 +10,7 @@ another NumPy, another generator), nothing is watched and every sample is seeded
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import ctypes
 import functools
@@ -150,7 +151,7 @@ def parts_of_loader(loader: Any) -> list[Any]:
 
 
 class LoaderGenerators:
-    """The torch generators of a user's DataLoader, so that an epoch draws the same numbers in a resumed run.
+    """The torch generators of a user's DataLoader, which go on from epoch to epoch, as in torch.
 
     A loader that restores itself (`state_dict`) restores its generators as well: they are left alone.
     """
@@ -159,17 +160,42 @@ class LoaderGenerators:
         restores_itself = callable(getattr(loader, "state_dict", None))
         found = [getattr(part, "generator", None) for part in (loader, *parts_of_loader(loader))]
         own = [] if restores_itself else [generator for generator in found if isinstance(generator, torch.Generator)]
-        self._as_given = [(generator, generator.get_state()) for generator in dict.fromkeys(own)]
+        self._own = list(dict.fromkeys(own))
+        self._as_given = self._start = self._read()
+        self._epoch = 0
+        self._reached: list[str] | None = None
 
-    def set_epoch(self, epoch: int) -> None:
-        """Let epoch 0 draw from the generators as they were given, and epoch e from their seed + e."""
-        self.put_back()
-        if epoch > 0:
-            # Left alone, a generator would stand where the epochs before left it: a resumed run has not drawn those.
-            for generator, _ in self._as_given:
-                generator.manual_seed(generator.initial_seed() + epoch)
+    def _read(self) -> list[str]:
+        return [base64.b64encode(generator.get_state().numpy().tobytes()).decode() for generator in self._own]
+
+    def _write(self, states: list[str]) -> None:
+        for generator, state in zip(self._own, states, strict=True):
+            generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
+
+    def begin_epoch(self, epoch: int) -> None:
+        """Let an epoch that is read again, or resumed, begin in the states in which it began."""
+        if epoch == self._epoch:
+            self._write(self._start)
+        self._epoch, self._start = epoch, self._read()
+
+    def reach_position(self) -> None:
+        """After a resume has read up to the position: an evaluation may have drawn from them before."""
+        if self._reached is not None:
+            self._write(self._reached)
+            self._reached = None
+
+    def state(self) -> dict[str, Any]:
+        """The states in which the newest epoch began and those of now, as JSON; nothing without generators."""
+        now = {"epoch": self._epoch, "start": self._start, "now": self._read()}
+        return {"generators": now} if self._own else {}
+
+    def load_state(self, state: dict[str, Any], epoch: int) -> None:
+        """Begin `epoch` as the run did that wrote the state."""
+        if len(state["now"]) == len(self._own):  # else the loader is another one
+            is_open = state["epoch"] == epoch
+            self._epoch, self._start = epoch, state["start" if is_open else "now"]
+            self._reached = state["now"] if is_open else None
 
     def put_back(self) -> None:
-        """Restore the state in which the generators were given."""
-        for generator, state in self._as_given:
-            generator.set_state(state)
+        """Restore the states in which the generators were given."""
+        self._write(self._as_given)
