@@ -9,6 +9,7 @@ Pairs merge (`metric_sums`).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -135,13 +136,17 @@ def parse_metrics(metrics: Any) -> dict[str, float]:
     return {str(name): _parse_number(str(name), value) for name, value in metrics.items()}
 
 
-def _parse_number(name: str, value: Any) -> float:
-    if isinstance(value, torch.Tensor):
-        value = value.detach().cpu().numpy()
-    if isinstance(value, np.generic | np.ndarray) and value.size == 1:
-        value = value.item()
-    if isinstance(value, bool | int | float):
+def to_json_value(value: Any) -> Any:
+    """A tensor or an array of one element ``[]`` or ``[1]`` as a number, any other as a list; the rest as it is."""
+    if not isinstance(value, torch.Tensor | np.generic | np.ndarray):
         return value
+    return value.item() if math.prod(value.shape) == 1 else value.tolist()
+
+
+def _parse_number(name: str, value: Any) -> float:
+    number = to_json_value(value)
+    if isinstance(number, bool | int | float):
+        return number
     raise ConfigError(
         f"The function did not return a number for {name!r}.",
         field="compute_metrics",

@@ -312,7 +312,6 @@ class Engine:
         trainer.model_wrapped.train()
         if isinstance(trainer.compute_loss_func, nn.Module) and trainer.place_model_on_device:
             trainer.compute_loss_func.to(self.strategy.device)
-        self.set_optimizer_mode("train")
 
     def unwrap_optimizers(self) -> None:
         """Take optimizer and schedule out of what `accelerator.prepare` made of them."""

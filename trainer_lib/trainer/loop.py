@@ -253,7 +253,7 @@ class TrainingLoop:
             if run.history.sources is not None:
                 batch, sources = take_sources(batch)
                 internals.forward.sources = sources if weights.has_items else None
-            internals.engine.set_optimizer_mode("train")  # an evaluation leaves it in the other
+            internals.engine.set_optimizer_mode("train")  # not before a checkpoint is restored, with its mode
             syncs = syncs_each or (syncs_last and weights.micro_step == last)
             with contextlib.nullcontext() if syncs else internals.engine.strategy.no_sync(model):
                 if with_items:
@@ -464,7 +464,6 @@ def begin_run(
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)
     engine.unwrap_optimizers()
-    engine.set_optimizer_mode("train")  # again: `prepare_to_train` found only an optimizer that was given
     engine.resolve()
     per_step, per_epoch = _count_micro_batches(trainer, internals, source, max_steps)
     run = TrainingRun(

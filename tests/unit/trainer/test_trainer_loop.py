@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from tests.support.optimizers import ScheduleFree
@@ -25,6 +26,8 @@ from tests.support.training import (
     At,
     Note,
     StopAt,
+    assert_equal,
+    final_state,
     logged,
     measured,
     note_heads,
@@ -238,6 +241,32 @@ def test_what_an_optimizer_with_two_sets_of_weights_saves_and_leaves_is_what_it_
     assert one.evaluate()["eval_loss"] == evaluated[chosen - 1]
 
 
+class Evaluating(Trainer):
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.evaluate()
+        return super().training_step(model, inputs, num_items_in_batch)
+
+
+def test_such_an_optimizer_of_the_users_trains_on_after_evaluations_and_resumes_where_it_was_used(
+    tmp_path: Path,
+) -> None:
+    def make(folder: str, steps: int) -> Trainer:
+        torch.manual_seed(0)
+        model = Classifier()
+        optimizer = ScheduleFree(model.parameters(), lr=1.0)
+        given: Any = {"optimizers": (optimizer, LambdaLR(optimizer, lambda _: 1.0)), "eval_dataset": ROWS}
+        given |= {"save_strategy": "steps", "save_steps": 2, "max_steps": steps}
+        return trainer(tmp_path / folder, ROWS, model=model, cls=Evaluating, **given)
+
+    whole = make("whole", 4)
+    whole.train()
+    stopped = make("stopped", 2)
+    stopped.train()
+    stopped.args.max_steps = 4
+    stopped.train(resume_from_checkpoint=True)
+    assert_equal(final_state(stopped), final_state(whole))
+
+
 @pytest.mark.parametrize("how", ["removed", "cut short", "other bytes", "removed, then resumed"])
 def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
     how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
@@ -341,10 +370,15 @@ def test_metrics_and_state_are_written_and_shown(tmp_path: Path, capsys: pytest.
     one = trainer(tmp_path, ROWS, max_steps=1)
     output = one.train()
     one.save_metrics("train", output.metrics)
-    one.save_metrics("eval", {"eval_loss": float("nan")})
+    one.save_metrics("eval", {"eval_loss": float("nan"), "f1": torch.tensor([0.5])})  # type: ignore[dict-item]
+    one.log({"own": torch.tensor(0.5, requires_grad=True), "n": np.int64(3), "each": torch.ones(2)})  # type: ignore[dict-item]
     one.save_state()
-    assert json.loads((tmp_path / "all_results.json").read_text()).keys() == {*output.metrics, "eval_loss"}
-    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 1
+    results = json.loads((tmp_path / "all_results.json").read_text())
+    assert results == {**results, **output.metrics, "eval_loss": "nan", "f1": 0.5}
+    state = json.loads((tmp_path / "trainer_state.json").read_text())
+    assert (
+        state["global_step"] == 1 and {"own": 0.5, "n": 3, "each": [1, 1]}.items() <= state["log_history"][-1].items()
+    )
     shown = one.metrics_format(
         {"train_mem_cpu_alloc_delta": 3 << 20, "train_runtime": 3725.5, "total_flos": 5 << 30, "loss": 0.123456}
     )

@@ -15,6 +15,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import speed_metrics
 from trainer_lib.data.loading.items import MAPPINGS, batch_size_of
 from trainer_lib.distributed import communicator as distributed
+from trainer_lib.evaluation.metrics import to_json_value
 from trainer_lib.storage import Store
 from trainer_lib.trainer.api.base import TrainerBase
 from trainer_lib.trainer.model import models
@@ -33,11 +34,12 @@ class ReportingMethods(TrainerBase):
         """Add an entry to the log history, and pass it to every callback (trackers, progress).
 
         Args:
-            logs: names and figures; epoch and counted tokens are added to it.
+            logs: names and figures; epoch and counted tokens are added to it. Tensors and arrays become numbers: those
+                on a device are waited for.
             start_time: when training started, in seconds since the epoch of `time.time`. Where tokens are counted, the
                 entry then has the run time in seconds and the tokens per second as well.
         """
-        entry = dict(logs)
+        entry = {name: to_json_value(value) for name, value in logs.items()}
         if self.state.epoch is not None:
             entry["epoch"] = self.state.epoch
         if self.args.include_num_input_tokens_seen != "no":
@@ -54,7 +56,8 @@ class ReportingMethods(TrainerBase):
     def metrics_format(metrics: dict[str, float]) -> dict[str, Any]:
         """Metrics for reading: memory in MB, run times as h:mm:ss, floating-point operations in GF, floats rounded."""
         shown: dict[str, Any] = {}
-        for name, value in metrics.items():
+        for name, given in metrics.items():
+            value = to_json_value(given)
             if "_mem_" in name:
                 shown[name] = f"{int(value) >> 20}MB"
             elif name.endswith("_runtime"):
@@ -159,9 +162,10 @@ class ReportingMethods(TrainerBase):
 
 def _as_json(metrics: Mapping[str, Any]) -> bytes:
     # JSON has no number for NaN and infinity: they are written as text.
+    plain = {name: to_json_value(value) for name, value in metrics.items()}
     finite = {
         name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
-        for name, value in metrics.items()
+        for name, value in plain.items()
     }
     return (json.dumps(finite, indent=4, sort_keys=True) + "\n").encode()
 

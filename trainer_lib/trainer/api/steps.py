@@ -95,7 +95,7 @@ class StepMethods(TrainerBase):
         internals = self._trainflow
         if not self.model.training:  # a callback or an override left it in evaluation mode
             model.train()
-            internals.engine.set_optimizer_mode("train")
+        internals.engine.set_optimizer_mode("train")  # an override may have evaluated
         inputs = self._prepare_inputs(inputs)
         with self.compute_loss_context_manager():
             loss = internals.forward.training_loss(model, inputs, num_items_in_batch)
