@@ -141,11 +141,7 @@ def change_mixture(spec: PipelineSpec, weights: Mapping[str, float]) -> dict[str
 
 
 class Watch:
-    """Looks whether a training continues.
-
-    Args:
-        clock: seconds that only grow.
-    """
+    """Looks whether a training continues, on a clock whose seconds only grow."""
 
     def __init__(self, training: Training, clock: Callable[[], float] = time.monotonic) -> None:
         self._training = training

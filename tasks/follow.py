@@ -97,11 +97,7 @@ class Evaluation:
 
 
 class Evaluations:
-    """The evaluations of one training.
-
-    Args:
-        stage: the folder of its train stage.
-    """
+    """The evaluations of one training, given the folder of its train stage."""
 
     def __init__(self, stage: Store) -> None:
         self._folder = stage.child(FOLDER)

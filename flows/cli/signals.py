@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import NoReturn
 
+from trainer_lib.base.restore_process import signals_kept
 from trainer_lib.errors import Interrupted, Preempted
 
 _SAY = {
@@ -96,16 +97,10 @@ def _leave_at_once() -> NoReturn:
 @contextlib.contextmanager
 def _handled(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
     """Install the handlers inside the block; a signal that is ignored from the start (nohup) stays ignored."""
-    # Python lets only the main thread set handlers; a notebook may call a command from another one.
-    if threading.current_thread() is not threading.main_thread():
+    with signals_kept(*_SAY):
+        # Python lets only the main thread set handlers; a notebook may call a command from another one.
+        if threading.current_thread() is threading.main_thread():
+            for number in _SAY:
+                if signal.getsignal(number) is not signal.SIG_IGN:
+                    signal.signal(number, handler)
         yield
-        return
-    before = {number: signal.getsignal(number) for number in _SAY}
-    for number, old in before.items():
-        if old is not signal.SIG_IGN:
-            signal.signal(number, handler)
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)

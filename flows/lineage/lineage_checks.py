@@ -99,11 +99,7 @@ def find_failure(checks: Sequence[LinkCheck]) -> BrokenLineageError | ConfigErro
 
 
 def verify_chain(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]:
-    """Hash every link of a chain again.
-
-    Args:
-        config: the tracking settings that name the MLflow server.
-    """
+    """Hash every link of a chain again; `config` names the MLflow server."""
     if chain.lineage.sources:
         yield _check("sources", None, lambda hashed: _look_at_sources(chain, hashed))
     for link in chain.lineage.stages:

@@ -96,11 +96,7 @@ _IMAGE = Markup('<img src="{}" alt="{}">')
 
 
 def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> str:
-    """The report as HTML text, on the page of a run.
-
-    Args:
-        pictures: their titles and SVG files.
-    """
+    """The report as HTML text, on the page of a run, with pictures: titles and SVG files."""
     drawn = [(title, f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}") for title, image in pictures]
     saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
     sections = [

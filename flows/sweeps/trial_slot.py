@@ -64,11 +64,7 @@ _log = logging.getLogger(__name__)
 
 
 class Slot:
-    """The inputs of a process that runs trials.
-
-    Args:
-        orders: what the owner has written to stdin.
-    """
+    """The inputs of a process that runs trials: `orders`, which the owner has written to stdin."""
 
     def __init__(self, orders: Mapping[str, Any]) -> None:
         self._spec = parse_spec(orders["spec"])

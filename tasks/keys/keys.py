@@ -63,11 +63,7 @@ def metric_packages(calls: Iterable[MetricCall]) -> dict[str, str]:
     found: dict[str, str] = {}
     for top in {call.module.partition(".")[0] for call in calls if call.module is not None}:
         names = [_DISTRIBUTIONS[top]] if top in _DISTRIBUTIONS else sorted(set(_distributions().get(top, [top])))
-        for name in names:
-            try:
-                found[name] = metadata.version(name)
-            except metadata.PackageNotFoundError:
-                found[name] = "not installed"
+        found |= {name: _version_of(name) for name in names}
     return found
 
 
@@ -209,12 +205,14 @@ def stage_key(
 def versions() -> dict[str, str]:
     """Versions that change numerics, read without importing anything."""
     found = {"python": f"{sys.version_info.major}.{sys.version_info.minor}", "trainer_lib": f"numerics {NUMERICS}"}
-    for name in _PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = "not installed"
-    return found
+    return found | {name: _version_of(name) for name in _PACKAGES}
+
+
+def _version_of(name: str) -> str:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "not installed"
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Difference]:
@@ -366,11 +364,7 @@ def _benchmark_fields(config: EvaluateConfig, context: StageContext) -> dict[str
         for file in read_task_files(entry.task, folder):
             code = [context.resolver.closure(path, folder, field=FIELD_OF_BENCHMARKS).files for path in file.code]
             entries.append({"task": file.name, **fields, "files": digests(file.files), "code": code})
-    try:
-        version = metadata.version("lm-eval")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
-    return {"benchmarks": entries, "benchmark_packages": {"lm-eval": version}}
+    return {"benchmarks": entries, "benchmark_packages": {"lm-eval": _version_of("lm-eval")}}
 
 
 def predict_key(config: PredictConfig, context: StageContext, data: StageManifest, model: StageManifest) -> StageKey:
