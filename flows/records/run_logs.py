@@ -237,7 +237,7 @@ class LogReader:
 
     def _read_part(self, stage: str, name: str) -> list[LogLine]:
         path, number = f"{stage}/{name}", name.partition("-")[0]
-        if not number.isdigit():
+        if not number.isdecimal():
             return []
         lines = (self._folder.read_if_exists(path) or b"").splitlines(keepends=True)
         whole = [line for line in lines if line.endswith(b"\n")]  # the last one may be half written

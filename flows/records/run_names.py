@@ -22,6 +22,7 @@ from trainer_lib.storage import Store
 from trainflow.flows.spec.spec import PipelineSpec
 
 NAMES = "names"
+_RECORD = re.compile(r"([0-9]{1,12})\.json")
 _LIMIT = 1 << 20
 _MOST = 3
 """Settings in one name."""
@@ -53,9 +54,10 @@ def name_run(spec: PipelineSpec, run_id: str) -> str:
     folder = Store.open(spec.storage).child(NAMES, spec.name)
     settings = flat_settings(spec.to_record())
     try:
-        taken = [int(name.partition(".")[0]) for name in folder.children() if name.partition(".")[0].isdigit()]
+        taken = [int(match[1]) for name in folder.children() if (match := _RECORD.fullmatch(name))]
         first = parse_record(folder.read_if_exists(f"{min(taken)}.json", limit=_LIMIT)) if taken else {}
-        short = describe_settings(first.get("settings") or settings, settings)
+        base = first.get("settings")
+        short = describe_settings(base if isinstance(base, dict) else settings, settings)
         next_one = max(taken, default=0) + 1
         for number in range(next_one, next_one + _TRIES):
             name = "-".join([spec.name, *short, str(number)])

@@ -165,7 +165,7 @@ class Ledger:
             "batch_halvings": batch_halvings,
         }
         # Never a number twice: after a lost lease, two processes may write here.
-        taken = [int(name[:4]) for name in self.store.children() if name[:4].isdigit()]
+        taken = [int(name[:4]) for name in self.store.children() if name[:4].isdecimal()]
         for number in itertools.count(max(taken, default=0) + 1):
             if self.store.create(f"{number:04d}.json", _json({"attempt": number, **record})):
                 return number

@@ -27,8 +27,9 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib import metadata
-from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
+
+from typing_extensions import override
 
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
@@ -251,25 +252,13 @@ class Progress:
         self._on_event({**self._furthest, "rows": rows, "message": message, **fields})
 
 
-class Owner:
+class Owner(Heartbeat):
     """The owner's side of workers elsewhere; used in a ``with`` block, after which they end."""
 
     def __init__(self, store: Store) -> None:
         self._name = uuid.uuid4().hex[:16]
         self._folder = store.child(CLAIMS, self._name)
-        self._heartbeat = Heartbeat(self._beat, BEAT_S, "the owner of a launch")
-        self._is_stopped = False
-
-    def __enter__(self) -> Self:
-        self._heartbeat.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._heartbeat.stop()
-        with contextlib.suppress(StorageError):  # a store that is out of reach: the sign of life grows old
-            self._folder.delete_tree()
+        super().__init__(BEAT_S, "the owner of a launch")
 
     def job(self, request: Request[Any], config: LaunchConfig, number: int) -> str:
         """Return what a worker needs, as a text for `launch_reported`. It holds no secret."""
@@ -278,9 +267,8 @@ class Owner:
 
     def stop(self) -> None:
         """Have the workers save and end."""
-        if not self._is_stopped:
-            self._is_stopped = True
-            self._heartbeat.stop()
+        if not self._stopped.is_set():
+            self._stop_beating()
             self._folder.replace(_OWNER, _STOP)
 
     def read(self) -> list[tuple[int, dict[str, Any]]]:
@@ -293,11 +281,16 @@ class Owner:
                 self._folder.delete(name)
         return found
 
+    @override
     def _beat(self) -> None:
         self._folder.replace(_OWNER, uuid.uuid4().hex.encode())
 
+    @override
+    def _end(self) -> None:
+        self._folder.delete_tree()
 
-class Reporter:
+
+class Reporter(Heartbeat):
     """A worker's side; used in a ``with`` block."""
 
     def __init__(self, folder: Store, number: int) -> None:
@@ -305,23 +298,18 @@ class Reporter:
         self._number = number
         self._messages: list[dict[str, Any]] = [{"started": socket.gethostname()}]
         self._lock = threading.Lock()
-        self._sending = Heartbeat(self._send, FLUSH_S, "a worker")
+        super().__init__(FLUSH_S, "a worker")
         self._sign: bytes | None = None
         self._seen = self._looked = time.monotonic()
         self._is_ended = False
 
+    @override
     def __enter__(self) -> Self:
         self._sign = self._folder.read_if_exists(_OWNER, limit=_LIMIT)
         if self._sign is None:
             raise unshared(socket.gethostname(), self._folder.url.partition(f"/{CLAIMS}/")[0])
-        self._sending.start()  # it sends at once: the owner names the machine of a worker that is lost, however soon
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._sending.stop()
-        self._send()
+        # It reports at once: the owner names the machine of a worker that is lost, however soon.
+        return super().__enter__()
 
     def line(self, text: str) -> None:
         """Report a line that the work has printed."""
@@ -347,7 +335,8 @@ class Reporter:
         self._is_ended = sign is None or sign == _STOP or now - self._seen > SILENT_S
         return self._is_ended
 
-    def _send(self) -> None:
+    @override
+    def _beat(self) -> None:
         with self._lock:
             messages, self._messages = self._messages, []
         if not messages:
@@ -358,6 +347,8 @@ class Reporter:
             self._folder.replace(name, json.dumps({"number": self._number, "messages": messages}).encode())
         except StorageError as error:
             _log.warning("What a worker reports could not be written: %s", error)
+
+    _end = _beat
 
 
 def launch_reported(text: str) -> str:

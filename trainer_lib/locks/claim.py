@@ -56,7 +56,7 @@ def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) 
         # The file's age does not matter: `in_use` asks whether its writer is running.
         if other is not None and in_use(other):
             return other
-        name = WRITING if data is None else _successor(data)  # None: released just now, so start over
+        name = WRITING if data is None else _successor(name, data)  # None: released just now, so start over
     return None
 
 
@@ -80,12 +80,13 @@ def _chain(store: Store) -> list[tuple[str, bytes]]:
     name = WRITING
     while (data := _read(store, name)) is not None:
         found.append((name, data))
-        name = _successor(data)
+        name = _successor(name, data)
     return found
 
 
-def _successor(data: bytes) -> str:
-    return f"WRITING.{hashlib.sha256(data).hexdigest()[:32]}.json"
+def _successor(name: str, data: bytes) -> str:
+    # With the name: after an empty claim, which a crash can leave, an empty one would be its own successor.
+    return f"WRITING.{hashlib.sha256(name.encode() + data).hexdigest()[:32]}.json"
 
 
 def _read(store: Store, name: str) -> bytes | None:

@@ -42,7 +42,7 @@ from trainer_lib.storage.outages import gone
 __all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
 
 _LOG = logging.getLogger(__name__)
-_NAME = re.compile(r"(\d{8})\.(json|beat|released)")
+_NAME = re.compile(r"([0-9]{8,})\.(json|beat|released)")
 _LIMIT = 4096
 
 
@@ -80,10 +80,11 @@ class Holder:
             record = parse_json(data, dict)
             holder = cls(**record)
             texts = (holder.id, holder.machine, holder.started, holder.since)
+            is_valid = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
+            is_valid = is_valid and holder.id.isalnum()  # it is the name of a beat
             # A day at the most: a file of unknown origin must not lock a folder for ever.
-            is_valid = all(isinstance(text, str) for text in texts) and 0 <= float(holder.ttl_s) <= 86_400
-            return holder if is_valid and isinstance(holder.pid, int) else None
-        except (ValueError, TypeError, OverflowError):
+            return holder if is_valid and type(holder.ttl_s) in (int, float) and 0 <= holder.ttl_s <= 86_400 else None
+        except (ValueError, TypeError):
             return None
 
     def to_bytes(self) -> bytes:

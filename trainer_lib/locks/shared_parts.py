@@ -19,9 +19,10 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Generator, Iterator
-from types import TracebackType
+from collections.abc import Generator, Iterator
 from typing import Protocol, Self
+
+from typing_extensions import override
 
 from trainer_lib.errors import TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, release_claim
@@ -32,27 +33,38 @@ _log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Renews a sign of life from `start` to `stop`.
+    """A process whose sign of life a thread renews inside a ``with`` block, which raises what the first beat raises.
+
+    Subclasses renew it in `_beat`, and take it away in `_end`.
 
     Args:
-        beat: renews it; a failure is logged, and the next beat tries again.
-        period_s: seconds between two beats.
+        period_s: seconds between two beats; a failure is logged, and the next beat tries again.
         whose: whose sign of life it is, for the warning.
     """
 
-    def __init__(self, beat: Callable[[], None], period_s: float, whose: str) -> None:
-        self._beat = beat
+    def __init__(self, period_s: float, whose: str) -> None:
         self._period_s = period_s
         self._whose = whose
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._keep_beating, name="trainflow-heartbeat", daemon=True)
 
-    def start(self) -> None:
-        """Beat once, here, and go on in a thread. Raises what the first beat raises."""
+    def __enter__(self) -> Self:
         self._beat()
         self._thread.start()
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
+        self._stop_beating()
+        with contextlib.suppress(TrainflowError):  # a store that is out of reach: the sign of life grows old
+            self._end()
+
+    def _beat(self) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _stop_beating(self) -> None:
         """Return once no beat is under way; harmless when repeated."""
         self._stopped.set()
         self._thread.join()
@@ -87,7 +99,7 @@ class Finished(Protocol):
         """Whether this one is."""
 
 
-class SharedParts:
+class SharedParts(Heartbeat):
     """The parts that this process works on; used in a ``with`` block, and iterated over once.
 
     Args:
@@ -108,19 +120,7 @@ class SharedParts:
         self._holder = Holder.this_process(ttl_s)
         self._beats: dict[str, tuple[bytes | None, float]] = {}
         self._held: int | None = None
-        self._heartbeat = Heartbeat(self._beat, ttl_s / 3, "this process")  # two beats may fail before it expires
-
-    def __enter__(self) -> Self:
-        self._heartbeat.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._heartbeat.stop()
-        with contextlib.suppress(TrainflowError):  # a store that is out of reach: the claim expires by itself
-            self._release()
-            self._folder.delete(self._beat_name)
+        super().__init__(ttl_s / 3, "this process")  # two beats may fail before it expires
 
     def __iter__(self) -> Iterator[int]:
         """Yield the parts that are ours, lower ones first, until every part is finished, by any process.
@@ -148,7 +148,7 @@ class SharedParts:
             else:
                 # The others are ahead of us: one look finds all that they have finished, and that they work on.
                 # What is claimed, or was: on a disk an empty folder stays.
-                claimed = {int(name) for name in self._folder.children(block_name(block)) if name.isdigit()}
+                claimed = {int(name) for name in self._folder.children(block_name(block)) if name.isdecimal()}
                 taken, has_others = self._finished.list_finished(block) | claimed, True
         return has_others
 
@@ -213,9 +213,11 @@ class SharedParts:
             return True
         return time.monotonic() - known[1] < holder.ttl_s
 
-    @property
-    def _beat_name(self) -> str:
-        return f"{self._holder.id}.beat"
-
+    @override
     def _beat(self) -> None:
-        self._folder.write_bytes(self._beat_name, uuid.uuid4().hex.encode())
+        self._folder.write_bytes(f"{self._holder.id}.beat", uuid.uuid4().hex.encode())
+
+    @override
+    def _end(self) -> None:
+        self._release()
+        self._folder.delete(f"{self._holder.id}.beat")

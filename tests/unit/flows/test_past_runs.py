@@ -191,6 +191,15 @@ def test_two_commands_at_once_get_two_names(tmp_path: Path) -> None:
         assert sorted(pool.map(take, range(8))) == sorted(f"toy-{number}" for number in range(1, 9))
 
 
+@pytest.mark.parametrize("name", ["²", "9" * 250])
+def test_strange_names_keep_no_run_from_its_own(name: str, tmp_path: Path) -> None:
+    names = tmp_path / "names" / "toy"
+    names.mkdir(parents=True)
+    for planted in (name, "1"):
+        (names / f"{planted}.json").write_text('{"settings": [1]}')
+    assert name_run(train_spec(str(tmp_path)), "a" * 16) == "toy-2"
+
+
 def test_a_name_holds_no_path_no_launch_and_no_secret(tmp_path: Path) -> None:
     record = {**train_spec(str(tmp_path)).to_record(), "predict": {"launch": {"processes": 2}, "options": {"url": "x"}}}
     assert not [name for name in flat_settings(record) if "launch" in name or "storage" in name]

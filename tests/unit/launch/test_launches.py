@@ -111,7 +111,7 @@ def test_a_worker_ends_when_its_owner_asks_for_it_is_gone_or_is_silent(
         owner.stop()
         assert reporter.is_ended()
     with Owner(store) as owner, Reporter(folder_of(owner), 0) as reporter:
-        owner._heartbeat.stop()
+        owner._stop_beating()
         wait_until(lambda: has_report(owner), 10)  # no process writes any more
         folder_of(owner).delete_tree()
         assert reporter.is_ended()

@@ -7,7 +7,7 @@ import os
 import subprocess
 import threading
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -58,12 +58,18 @@ def test_a_holder_elsewhere_is_given_its_own_time(tmp_path: Path) -> None:
         assert lease.epoch == 8
 
 
-@pytest.mark.parametrize("record", [b"", b"{}", b"[" * 4000, b"\xff", b'{"pid": "x"}', b"null", bytes(9000)])
-def test_an_unreadable_record_is_waited_out(record: bytes, tmp_path: Path) -> None:
+UNREADABLE = [b"", b"{}", b"[" * 4000, b"\xff", b'{"pid": "x"}', b"null", bytes(9000)]
+
+
+@pytest.mark.parametrize("record", [*UNREADABLE, {"ttl_s": "9"}, {"id": "../up"}, {"pid": 9**999}])
+@pytest.mark.parametrize("epoch", ["00000001", "99999999", "9" * 200])
+def test_an_unreadable_record_is_waited_out(record: bytes | dict[str, object], epoch: str, tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
-    store.write_bytes("lease/00000001.json", record)
+    if isinstance(record, dict):
+        record = json.dumps(asdict(Holder.this_process(30)) | {"machine": "another-host"} | record).encode()
+    store.write_bytes(f"lease/{epoch}.json", record)
     with acquire_lease(store, ttl_s=0.1, poll_s=0.02) as lease:  # type: ignore[union-attr]
-        assert lease.epoch == 2
+        assert lease.epoch == int(epoch) + 1
 
 
 def test_one_who_looked_too_long_ago_does_not_take_an_old_epoch(
@@ -223,6 +229,8 @@ def _claim(folder: Path, part: int, holder: Holder) -> None:
 def test_the_part_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> None:
     here = Holder.this_process(ttl_s=30.0)
     _claim(tmp_path, 1, replace(here, id="dead", started="1"))  # another process had this pid
+    _claim(tmp_path, 2, replace(here, id="../up", started=""))  # no process has such an id
+    (tmp_path / "claims" / "000000" / "²").mkdir()  # a digit, and no number
     finished, seen = _Finished(), []
     with SharedParts(Store.open(tmp_path), finished, total=3) as shared:
         for part in shared:

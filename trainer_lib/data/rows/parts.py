@@ -64,7 +64,7 @@ class PartRecords:
 
     def list_blocks(self) -> list[int]:
         """The blocks that may have records, in order."""
-        return sorted(int(name) for name in self._store.children() if name.isdigit())
+        return sorted(int(name) for name in self._store.children() if name.isdecimal())
 
     def is_empty(self) -> bool:
         """Whether there is no record at all."""
