@@ -108,7 +108,7 @@ def test_several_workers_and_one_give_the_same_digits(tmp_path: Path, trained: t
         assert whole[split]["loss"] == pytest.approx(alone[split]["loss"], rel=1e-6)
 
 
-def kill_holder(claims: Path) -> int:
+def kill_holder(claims: Path) -> None:
     """Wait for a claim, and kill the worker that holds it."""
     holders: list[Holder] = []
 
@@ -121,7 +121,6 @@ def kill_holder(claims: Path) -> int:
 
     wait_until(look, 60)
     os.kill(holders[0].pid, signal.SIGKILL)
-    return holders[0].pid
 
 
 @pytest.mark.parametrize(

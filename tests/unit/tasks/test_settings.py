@@ -82,7 +82,6 @@ def test_a_runner_that_makes_no_sense_is_refused(
 @pytest.mark.parametrize(
     ("override", "message"),
     [
-        ("prepare.launch.processes=2", "The runner decides this"),
         ("recipe=whole.py", "it has no function 'prepare_shard'"),
         ("prepare.runner.kind=dsk", "dask"),
         ("prepare.runner.wokers=2", "Did you mean 'workers'?"),
