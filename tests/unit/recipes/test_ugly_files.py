@@ -156,7 +156,7 @@ COLUMNS: dict[str, Ugly] = {
     ),
     "zones": Ugly(
         "2024-01-{n}T23:30:00-02:00,{l}", head="x,label", options={"dates": {"x": None}},
-        first={"x": "2024-01-11T01:30:00"},
+        first={"x": "2024-01-11T01:30:00"}, new={"x": "2024-01-11T12:00Z", "expected": "2024-01-11T12:00:00"},
     ),
     "a date is missing": Ugly(
         "2024-01-{n},{l}\n,a", head="x,label", options={"dates": {"x": None}, "missing": "mean"},
@@ -240,6 +240,10 @@ def test_parts_of_dates_and_words_are_numbers() -> None:
         (Ugly("1.2{n};{n},5;{l}", head="x;y;label"), "column 'x': '1.210' can be read in two ways"),
         (Ugly("{n} %,{l}\n{n},{l}", head="x,label"), "several units, such as '10 %' and '10'"),
         (Ugly("{n} $,{l}\nEUR {n},{l}", head="x,label"), "several units, such as '10 $' and 'EUR 10'"),
+        (
+            Ugly("2024-01-{n} 09:00,{l}\n2024-01-{n}T09:00Z,a", head="x,label", options={"dates": {"x": None}}),
+            "a time zone",
+        ),
         (Ugly("{n}.5.2020,{l}\n,a", head="x,label", options={"dates": {"x": None}}), "missing=mean"),
         (Ugly("{n},{l}", head="x,label", options={"dates": {"y": None}}), "Choose one of: x, label"),
         (Ugly("{n},{l}", head="x,label", options={"hashed": {"x": 0}}), "number of numbers"),
@@ -332,6 +336,17 @@ def test_true_and_false_of_a_typed_file_may_be_words_in_a_new_one(tmp_path: Path
     assert found == [1.0, 1.0, 0.0, 1.0, 0.0]
     with pytest.raises(TrainflowError, match="'yes' is neither true nor false"):
         form.read({"x": "yes"}, "row 0")
+
+
+@pytest.mark.parametrize(("zone", "new", "words"), [("", "Z", "has a time zone"), ("Z", "", "has no time zone")])
+def test_a_new_time_has_a_zone_where_those_of_the_training_have_one(
+    tmp_path: Path, zone: str, new: str, words: str
+) -> None:
+    _, out = prepared(Ugly("2024-01-{n}T09:30" + zone + ",{l}", head="x,label").write(tmp_path), dates={"x": None})
+    form = TableForm.of(out.info)
+    assert form is not None
+    with pytest.raises(TrainflowError, match=words):
+        form.read({"x": "2024-01-10T09:30" + new}, "row 0")
 
 
 NAMELESS = {"columns": ["x", "label", "Ort"]}

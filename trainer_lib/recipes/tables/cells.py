@@ -25,7 +25,7 @@ from trainer_lib.data.rows.reading import FIELD, Reading
 from trainer_lib.data.rows.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import choose
-from trainer_lib.recipes.tables.splitting import find_forms, parse_times, read_times
+from trainer_lib.recipes.tables.splitting import find_forms, has_zone, parse_times, read_times
 
 NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 """Texts that stand for no value."""
@@ -278,21 +278,24 @@ def iso_dates(
     dates = [""] * len(texts)
     for row, text in zip(rows, np.datetime_as_string(times.astype("datetime64[s]")).tolist(), strict=True):
         dates[row] = text
-    return dates, form or ISO
+    return dates, ISO + "%z" if form in (None, ISO) and any(map(has_zone, values[:1])) else form or ISO
 
 
 def read_date(text: str, form: str, name: str, place: str) -> str:
     """A date of a new row in ISO 8601. Raises DataError for another text."""
-    if date := _read_date(text, form):
-        return date
-    raise refuse_row(place, name, f"'{text[:40]}' is not a date of the form {form}")
+    if not (date := _read_date(text, form)):
+        raise refuse_row(place, name, f"'{text[:40]}' is not a date of the form {form}")
+    if has_zone(text) != ("%z" in form):
+        has, have = ("no", "have one") if "%z" in form else ("a", "have none")
+        raise refuse_row(place, name, f"'{text[:40]}' has {has} time zone, and the dates of the training {have}")
+    return date
 
 
 # A text takes a millisecond, and rows share their days.
 @functools.lru_cache(1 << 16)
 def _read_date(text: str, form: str) -> str:
     """A date in ISO 8601; empty for another text."""
-    for known in (form, ISO):
+    for known in (ISO,) if form.startswith(ISO) else (form, ISO):
         if not np.isnat(time := parse_times([text], known)[0]):
             return str(np.datetime_as_string(time.astype("datetime64[s]")))
     return ""

@@ -41,6 +41,7 @@ _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S 
 _CLOCK_FORMATS = ("", *("".join(pieces) for pieces in itertools.product((" ", ", ", "T"), _CLOCKS, ("", "%z", " %z"))))
 _NAMED = ("%d-%b-%y", "%d %b %y")  # which pandas does not guess, and databases write
 _DIGITS = re.compile(r"\d{7,8}")
+_ZONE = re.compile(r".*[T ][\d:.]+\s?(Z|UTC|GMT|[+-]\d\d:?(\d\d)?)")
 
 
 def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
@@ -197,6 +198,8 @@ def read_times(
         times = parse_times(texts, form)
         if not (missing := np.flatnonzero(np.isnat(times))).size:
             fits[form] = times
+            if form == _ISO:
+                _refuse_some_zones(texts, setting=setting, column=column, place=place)
             if form in (time_format, _ISO):
                 return times, form
         wrong = max(wrong, *missing[:1].tolist(), 0)
@@ -209,6 +212,19 @@ def read_times(
         what = f"{place(differ[0])}, column '{column}': '{texts[differ[0]]}' can be read in {len(fits)} ways"
         raise DataError(f"{what} ({', '.join(fits)}), as can all times of the column.", field=setting, remedy=remedy)
     return one, next(iter(fits)) if len(fits) == 1 else None
+
+
+def has_zone(text: str) -> bool:
+    """Whether a time has a time zone at its end."""
+    return _ZONE.fullmatch(text) is not None
+
+
+def _refuse_some_zones(texts: Sequence[str], *, setting: str, column: str, place: Callable[[int], str]) -> None:
+    zones = list(map(has_zone, texts))
+    if zones and not all(zones) and any(zones):
+        row = zones.index(not zones[0])
+        what = f"{place(row)}, column '{column}': of '{texts[0]}' and '{texts[row]}' only one has a time zone."
+        raise DataError(what, field=setting, remedy="Write all times with a zone, or all without.")
 
 
 def parse_times(texts: Sequence[str], form: str) -> np.ndarray:
