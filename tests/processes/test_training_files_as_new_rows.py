@@ -197,10 +197,12 @@ def _code_is_removed() -> Iterator[None]:
     remove_fetched_code()
 
 
-def _predict(model: Path, data: Path, to: Path, **more: Any) -> Any:
+def _predict(model: Path, data: Path, to: Path, events: list[Any] | None = None, **more: Any) -> Any:
     job = RowsJob.of(NewRows(model=str(model), data=[str(data)], to=str(to), format="jsonl", trust=True, **more))
     here = LaunchConfig(kind="in_process", processes=1)
-    manifest, _ = predict_new_rows(job, on_line=print, on_event=lambda event: None, workers=[here])
+    manifest, _ = predict_new_rows(
+        job, on_line=print, on_event=[].append if events is None else events.append, workers=[here]
+    )
     lines = [line for path in sorted((to / "predictions").iterdir()) for line in path.read_text().splitlines()]
     return manifest.facts, [json.loads(line) for line in lines]
 
@@ -369,8 +371,10 @@ NEW: list[dict[str, Any]] = [
 def test_gaps_other_types_and_old_names_are_those_that_prepare_took(tmp_path: Path) -> None:
     source = _write(tmp_path / "train.csv", _gaps())
     publish_recipe(tmp_path / "model", "tabular-classification", source, {**GAPS, **CUT}, {"hidden": [4]})
-    facts, rows = _predict(tmp_path / "model", _write(tmp_path / "new.jsonl", NEW), tmp_path / "out")
+    events: list[Any] = []
+    facts, rows = _predict(tmp_path / "model", _write(tmp_path / "new.jsonl", NEW), tmp_path / "out", events)
     assert (facts.rows, facts.errors) == (3, 0)
+    assert sum("a text that no training row has in 1 row, such as '7'" in str(event) for event in events) == 1
     plain: list[dict[str, Any]] = [
         {"months": 5.0, "contract": "", "charges": float("nan")},
         {"months": 12.0, "contract": "monthly", "charges": 30.5},

@@ -78,6 +78,9 @@ class _Scoring:
             self._series = read_series(request, loaded.description.info)
         self._reader = self._open()
         self._form = self._find_form()
+        if loaded.form is not None:  # the first rows are read again
+            for counts in loaded.form.unknown.values():
+                counts.clear()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="trainflow-rows")
         self._reported = 0.0
         self._predicted = self._num_bad = 0
@@ -91,6 +94,8 @@ class _Scoring:
                     written += 1
                 else:
                     shared.end_at(-(-self._reader.position // self._request.rows_per_file))
+        for sentence in self._loaded.form.describe_unknown() if self._loaded.form is not None else ():
+            self._events.emit("warning", message=sentence)
         return ScoreResult(written, self._predicted)
 
     def close(self) -> None:
@@ -113,6 +118,7 @@ class _Scoring:
             ignored=request.ignored,
             constants=constants,
             usual_ids=() if form is None or form.id_column is None else (form.id_column,),
+            may_lack=() if form is None else form.may_lack,
             read=None if form is None else form.read,
             reading=None if form is None else form.reading,
         )

@@ -349,6 +349,22 @@ def test_a_new_time_has_a_zone_where_those_of_the_training_have_one(
         form.read({"x": "2024-01-10T09:30" + new}, "row 0")
 
 
+def test_objects_of_json_may_lack_what_is_null_and_unknown_texts_are_counted(tmp_path: Path) -> None:
+    _, out = prepared(Ugly("{n},red,{l}\n,blue,a", head="x,c,label").write(tmp_path), missing="mean")
+    form, path = TableForm.of(out.info), tmp_path / "new.jsonl"
+    assert form is not None
+    path.write_text('{"x": 1, "c": "red"}\n{"x": 1}\n{"c": "pink"}\n{"c": "pink"}\n')
+    reader = RowReader(find_row_files([str(path)]), {}, may_lack=form.may_lack, read=form.read, reading=form.reading)
+    found = [row.values for row in reader.take_all(5)]  # type: ignore[union-attr]
+    reader.close()
+    assert found[:2] == [{"x": 1.0, "c": "red"}, {"x": 1.0, "c": ""}]
+    assert [str(row["x"]) for row in found[2:]] == ["nan", "nan"]
+    assert form.describe_unknown() == [
+        "The column 'c' has a text that no training row has in 3 rows, such as 'pink': "
+        "such texts are all alike for the model."
+    ]
+
+
 NAMELESS = {"columns": ["x", "label", "Ort"]}
 
 

@@ -65,6 +65,7 @@ class OpenFile:
     Attributes:
         is_at_end: whether every row was read.
         has_texts: whether all values are texts, whatever they stand for.
+        is_json: whether rows are objects of JSON.
     """
 
     def __init__(self, file: RowFile, notes: list[str], reading: Reading) -> None:
@@ -73,7 +74,7 @@ class OpenFile:
         self._number = 0
         self._stream = Store.open(file.url, field="NEW_DATA").open_read(file.path)
         kind = format_of(file.path)
-        self.has_texts = kind in ("csv", "tsv")
+        self.has_texts, self.is_json = kind in ("csv", "tsv"), kind == "json lines"
         self._rows = self._open(kind, notes, reading)
         if (columns := folder_columns(file.path)) and reading.partitions:
             self._rows = ((line, partial(_add_columns, parse, columns)) for line, parse in self._rows)
@@ -286,6 +287,7 @@ class RowReader:
         ignored: columns that are left out.
         constants: columns that every row gets, with their values; no file has them.
         usual_ids: columns that are looked for before `row_id` and `id`.
+        may_lack: columns that objects of JSON may leave out, which means null.
         read: makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
         reading: how the files are written.
 
@@ -303,6 +305,7 @@ class RowReader:
         ignored: Sequence[str] = (),
         constants: Mapping[str, Any] | None = None,
         usual_ids: Sequence[str] = (),
+        may_lack: Sequence[str] = (),
         read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
         reading: Reading | None = None,
     ) -> None:
@@ -310,7 +313,7 @@ class RowReader:
         self._reading = reading or Reading()
         self.notes: list[str] = []
         self._constants = dict(constants or {})
-        self._usual_ids = usual_ids
+        self._usual_ids, self._may_lack = usual_ids, may_lack
         self._read_columns = read or (lambda values, place: dict(values))
         self._columns = columns
         self._arrays = [name for name, column in columns.items() if column.kind == "array"]
@@ -403,7 +406,8 @@ class RowReader:
             self.assume_id_column(next((name for name in (*self._usual_ids, ROW_ID, "id") if name in values), None))
         row_id = self.position if self._id_column is None else self._find_id(opened, number, line, values)
         # A copy: the id of a bad row is looked for in its values.
-        row = {name: value for name, value in values.items() if name not in self._left_out}
+        row = dict.fromkeys(self._may_lack) if opened.is_json else {}
+        row |= {name: value for name, value in values.items() if name not in self._left_out}
         for name, value in self._constants.items():
             if name in row:
                 raise refuse_row(place, name, "the row has its own value")

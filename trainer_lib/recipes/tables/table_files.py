@@ -451,15 +451,19 @@ def note_form(
 class TableForm:
     """The form of new rows, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`.
 
-    Their files are written as those of the training (`reading`).
+    Their files are written as those of the training (`reading`). `unknown` counts the texts that no training row has,
+    by their column.
     """
 
-    def __init__(self, note: Mapping[str, Any], label: str | None = None) -> None:
+    def __init__(self, note: Mapping[str, Any], label: str | None = None, texts: Any = None) -> None:
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
         self._optional, self._has_turns = frozenset(note["optional"]), bool(note.get("turns"))
         self.gathered: dict[str, Any] = note.get("gathered") or {}
         self._answer: str = note.get("answer", "number")
+        known = texts if isinstance(texts, Mapping) else {}
+        self._texts = {name: frozenset(known[name]) for name in self.columns.keys() & known.keys()}
+        self.unknown: dict[str, Counter[str]] = {name: Counter() for name in self._texts}
         self._rename: dict[str, str] = dict(note["rename"])
         answer = next((name for name, new in self._rename.items() if new == label), label)
         self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
@@ -468,7 +472,22 @@ class TableForm:
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Self | None:
         """The form that `prepare` noted; None: its rows do not come from a table."""
-        return cls(info[NOTE], info.get("label")) if NOTE in info else None
+        return cls(info[NOTE], info.get("label"), info.get("texts")) if NOTE in info else None
+
+    @property
+    def may_lack(self) -> list[str]:
+        """The columns, as files name them, that objects of JSON may leave out for a missing value."""
+        names = {new: old for old, new in self._rename.items()}
+        return [names.get(name, name) for name, kind in self.columns.items() if kind.endswith("?")]
+
+    def describe_unknown(self) -> list[str]:
+        """Sentences about the texts that no training row has."""
+        return [
+            f"The column '{name}' has a text that no training row has in {counted(found.total(), 'row')}, such as "
+            f"'{found.most_common(1)[0][0][:40]}': such texts are all alike for the model."
+            for name, found in self.unknown.items()
+            if found
+        ]
 
     def drops(self, name: str) -> bool:
         """Whether training left a column out."""
@@ -493,6 +512,9 @@ class TableForm:
                 what = "the model needs the column, which the row does not have"
                 raise refuse_row(place, name, f"{what}; {_describe_columns(values, name)}")
             row[name] = _read(row[name], kind, name, place, self.reading)
+        for name, known in self._texts.items():
+            if row[name] not in known:
+                self.unknown[name][row[name]] += 1
         return row
 
     def _gather(self, row: Mapping[str, Any]) -> dict[str, Any]:
