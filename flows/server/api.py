@@ -219,6 +219,8 @@ def _settings_of(api: str, password: str) -> Iterator[None]:
         settings.PREFECT_API_AUTH_STRING: password,
         settings.PREFECT_API_REQUEST_TIMEOUT: _REQUEST_S,
         settings.PREFECT_FLOWS_HEARTBEAT_FREQUENCY: None,
+        # Else a client asks for a token first, also where the server, which shares our settings, takes none.
+        settings.PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: settings.PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value(),
     }
     with settings_for_every_thread(updates):
         yield

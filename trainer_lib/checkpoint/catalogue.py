@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
-from trainer_lib.errors import DamagedError, NewerVersionError, StorageError
+from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, StorageError
 from trainer_lib.locks.claim import is_claim, read_claim
 from trainer_lib.locks.removal import is_kept, is_protected, withdraw_if_unread
 from trainer_lib.storage import Store
@@ -353,3 +353,21 @@ def recognise_folder(store: Store) -> Foreign | None:
         if any(fnmatch.fnmatchcase(name, sign) for sign in kind.signs for name in names):
             return kind
     return None
+
+
+def require_importable(store: Store) -> None:
+    """Refuse a folder in which the transformers Trainer wrote no checkpoint, by the names in it."""
+    if store.exists(COMMIT):
+        raise refuse_source(
+            store, "The folder is already a checkpoint of trainflow.", "Resume from it, or copy the folder."
+        )
+    known = recognise_folder(store)
+    if known is None or known.kind != TRANSFORMERS:
+        what = f"There is {known.what}" if known else "There is no checkpoint"
+        remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
+        raise refuse_source(store, f"{what}.", remedy)
+
+
+def refuse_source(store: Store, message: str, remedy: str) -> ConfigError:
+    """The error of a folder that cannot be imported."""
+    return ConfigError(message, field="source", value=store.url, remedy=remedy)

@@ -20,6 +20,7 @@ from trainer_lib.checkpoint.catalogue import (
     list_linked,
     read_checkpoint_info,
     recognise_folder,
+    require_importable,
 )
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
@@ -127,9 +128,11 @@ def import_(
     from trainer_lib.protocol.requests import ImportRequest
 
     recipe, function = _function(model) if model is not None else (None, None)
+    output, read = Store.open(destination, field="destination"), Store.open(source, field="source")
+    require_importable(read)  # before a worker is started
     request = ImportRequest(
-        output=Store.open(destination, field="destination").url,
-        source=Store.open(source, field="source").url,
+        output=output.url,
+        source=read.url,
         recipe=recipe,
         model=function,
         debug=form.debug,

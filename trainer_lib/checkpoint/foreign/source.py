@@ -33,15 +33,14 @@ import torch
 from torch import Tensor
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.checkpoint.catalogue import TRANSFORMERS, recognise_folder
+from trainer_lib.checkpoint.catalogue import refuse_source, require_importable
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.rng import encode_state
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import to_json
-from trainer_lib.errors import ConfigError, DamagedError, StorageError
+from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import COMMIT
 
 _JSON_LIMIT = 512 * 2**20
 _FILE_LIMIT = 256 * 2**20
@@ -314,15 +313,7 @@ def convert_scheduler(scheduler: Mapping[str, Any], names: Sequence[Sequence[str
 
 def _check_kind(store: Store) -> set[str]:
     """Check that the folder can be imported; returns the names of its files."""
-    if store.exists(COMMIT):
-        raise _refuse_folder(
-            store, "The folder is already a checkpoint of trainflow.", "Resume from it, or copy the folder."
-        )
-    known = recognise_folder(store)
-    if known is None or known.kind != TRANSFORMERS:
-        what = f"There is {known.what}" if known else "There is no checkpoint"
-        remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
-        raise _refuse_folder(store, f"{what}.", remedy)
+    require_importable(store)
     names = {info.path for info in store.list()}
     # `list` leaves out pipes and empty folders: names that `children` has, without children of their own.
     folders = {name.partition("/")[0] for name in names}
@@ -334,20 +325,14 @@ def _check_kind(store: Store) -> set[str]:
             remedy="Copy the folder with the files in their places (cp -rL) if you trust it.",
         )
     if "trainer_state.json" not in names:
-        raise _refuse_folder(
+        raise refuse_source(
             store, "The folder has no trainer_state.json, so its step is unknown.", "Name a complete checkpoint."
         )
     for name in ("optimizer.pt", "scheduler.pt"):
         if name not in names:
             remedy = "Load its weights (from_pretrained) and start a new training."
-            raise _refuse_folder(
-                store, f"The folder has no {name}: only the model was saved (save_only_model).", remedy
-            )
+            raise refuse_source(store, f"The folder has no {name}: only the model was saved (save_only_model).", remedy)
     return names
-
-
-def _refuse_folder(store: Store, message: str, remedy: str) -> ConfigError:
-    return ConfigError(message, field="source", value=store.url, remedy=remedy)
 
 
 def _read(store: Store, name: str) -> bytes:
@@ -380,7 +365,7 @@ def _read_weights(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set
     for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
         if index in names:
             return _read_shards(store, index, names)
-    raise _refuse_folder(
+    raise refuse_source(
         store, "The folder has no weights.", "Name a folder with model.safetensors or pytorch_model.bin."
     )
 
