@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pty
@@ -9,9 +10,11 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
+import threading
 import urllib.error
 import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,8 +25,9 @@ from rich.console import Console
 
 from tests.support import toy
 from tests.support.checkpoints import save
-from tests.support.command import TRAINFLOW, Cli, Done, running, trainflow
+from tests.support.command import Cli, Done, Running, running, trainflow
 from tests.support.imported import peer_run
+from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE
 from tests.support.tiny_models import llama, lm_rows
 from tests.unit.flows.test_commands import NAMED, NO_JSON, NO_QUIET
@@ -146,36 +150,46 @@ def test_a_run_is_followed_and_summed_up(followed: Finished) -> None:
     assert f"  browse it    trainflow ui {followed.spec} tracking.enabled=true" in out
 
 
-def on_a_terminal(*words: str, **env: str) -> str:
-    """Run a command on a terminal of 100 columns; return everything that it wrote there."""
-    ours, theirs = pty.openpty()
-    environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "100", **env}
-    command, written = [*TRAINFLOW, *words], b""
-    with subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=environ) as process:
-        os.close(theirs)
-        try:
-            while data := os.read(ours, 65536):
-                written += data
-        except OSError:  # Linux says so when the other side is closed
-            pass
-    os.close(ours)
-    assert process.returncode == 0, written.decode()
-    return written.decode()
+@pytest.fixture
+def on_a_terminal(cli: Cli) -> Callable[..., str]:
+    """Runs a command on a terminal of 100 columns; returns everything that it wrote there."""
+
+    def run(*words: str | Path, **env: str) -> str:
+        ours, theirs = pty.openpty()
+        written: list[bytes] = []
+
+        def read() -> None:
+            with contextlib.suppress(OSError):  # Linux says so when the other side is closed
+                while data := os.read(ours, 65536):
+                    written.append(data)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        with open(theirs, "w") as screen, redirect_stdout(screen), redirect_stderr(screen):  # noqa: PTH123 - a number
+            done = cli(*words, env={"TERM": "xterm-256color", "COLUMNS": "100", **env})
+        reader.join()
+        os.close(ours)
+        assert done.code == 0, written
+        return b"".join(written).decode()
+
+    return run
 
 
-def test_colours_are_for_terminals_and_turn_off(followed: Finished) -> None:
+def test_colours_are_for_terminals_and_turn_off(
+    followed: Finished, cli: Cli, on_a_terminal: Callable[..., str]
+) -> None:
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
-    why = ("why", str(followed.spec), "train.args.learning_rate=0.1")
+    why = ("why", followed.spec, "train.args.learning_rate=0.1")
     assert colour.search(on_a_terminal(*why, NO_COLOR=""))
     assert not colour.search(on_a_terminal(*why, NO_COLOR="1"))
     assert "\x1b" not in on_a_terminal(*why, NO_COLOR="", TERM="dumb")
-    assert "\x1b" not in trainflow(*why, env={"NO_COLOR": ""}).out
+    assert "\x1b" not in cli(*why, env={"NO_COLOR": ""}).out
     assert not colour.search(on_a_terminal("run", "--help", NO_COLOR="1"))
 
 
-def test_on_a_terminal_the_progress_is_drawn(spec: Path) -> None:
+def test_on_a_terminal_the_progress_is_drawn(spec: Path, on_a_terminal: Callable[..., str]) -> None:
     spec.with_name("recipe.py").write_text(SLOW_RECIPE)
-    out = on_a_terminal("run", str(spec), *SHORT)
+    out = on_a_terminal("run", spec, *SHORT, *IN_PROCESS)
     assert re.search(r"step \d/8", out)  # how many of them is a matter of the machine's speed
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"
     summary = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out[out.rindex("why") :])
@@ -190,10 +204,53 @@ def test_why_tells_what_would_run(followed: Finished, cli: Cli) -> None:
     assert told.count("learning_rate") == 1, told  # a single difference is said once
 
 
-def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_path: Path) -> None:
-    temporary = tmp_path / "tmp"
-    temporary.mkdir()
-    with running("ui", followed.spec, log=tmp_path / "log", env={"TMPDIR": str(temporary)}) as command:
+@dataclass(frozen=True)
+class Strange:
+    """A folder of temporary files, and others, in which a stranger leaves files that would leave a mark as code."""
+
+    folder: Path
+
+    @property
+    def temporary(self) -> Path:
+        return self.folder / "temporary"
+
+    @property
+    def mark(self) -> Path:
+        return self.folder / "mark"
+
+    def plant(self, folder: Path) -> None:
+        """Leave modules and settings that would run code of a stranger."""
+        for name in ("mlflow", "torch", "sitecustomize", "usercustomize", "uvicorn", "psutil", "json"):
+            marks = f"import os\nos.makedirs({str(self.mark)!r} + '/{folder.name}-{name}')\n"
+            (folder / f"{name}.py").write_text(marks)
+        called = {"version": 1, "handlers": {"x": {"()": "os.makedirs", "name": f"{self.mark}/{folder.name}-settings"}}}
+        (folder / "called.yml").write_text(json.dumps({**called, "root": {"handlers": ["x"]}}))
+        (folder / "prefect.toml").write_text('[logging]\nconfig_path = "called.yml"\n')
+        (folder / ".env").write_text("PREFECT_LOGGING_SETTINGS_PATH=called.yml\n")
+
+    def running(self, *words: str, cwd: Path) -> AbstractContextManager[Running]:
+        """A command as the installed script, whose own folder is on the path."""
+        program = self.folder / "program" / "started.py"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text("from trainflow.flows.cli.main import main\nmain()\n")
+        env = {"TMPDIR": str(self.temporary)}
+        return running(*words, log=self.folder / words[0], cwd=cwd, env=env, program=program)
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> Iterator[Strange]:
+    strange = Strange(tmp_path / "strange")
+    strange.temporary.mkdir(parents=True)
+    strange.plant(strange.temporary)
+    yield strange
+    assert not strange.mark.exists(), list(strange.mark.iterdir())
+
+
+def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_path: Path, strange: Strange) -> None:
+    store = tmp_path / "store"
+    shutil.copytree(followed.folder / "store", store)
+    strange.plant(store)
+    with strange.running("ui", "--storage", ".", cwd=store) as command:
         address = command.wait_for("MLflow:  http://127.0.0.1:").split()[1]
         mlflow, _, shown = address.partition("/?token=")
         token, _, page_of_run = shown.partition("#")
@@ -221,7 +278,7 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_pa
             urllib.request.urlopen(answer, timeout=10)
         answer.add_header("Authorization", f"Basic {secret.partition('&')[0]}")
         assert urllib.request.urlopen(answer, timeout=10).status == 200
-        assert not list(temporary.glob("trainflow*")), "what has no name is not left behind when this is killed"
+        assert not list(strange.temporary.glob("trainflow*")), "what has no name is not left behind when this is killed"
         assert command.stop() == 0
     assert "Traceback" not in command.output
 
@@ -234,41 +291,20 @@ def test_what_mlflow_never_gets_is_said_at_the_end_of_the_run(folder: Path, cli:
     assert "MLflow waits for what this run logged, which could not be kept in" in " ".join(done.out.split())
 
 
-def plant(folder: Path, mark: Path) -> None:
-    """Leave modules and settings that would run code of a stranger, which leaves a mark."""
-    for name in ("mlflow", "torch", "sitecustomize", "usercustomize", "uvicorn", "psutil", "json"):
-        (folder / f"{name}.py").write_text(f"import os\nos.makedirs({str(mark)!r} + '/{folder.name}-{name}')\n")
-    called = {"version": 1, "handlers": {"x": {"()": "os.makedirs", "name": f"{mark}/{folder.name}-settings"}}}
-    (folder / "called.yml").write_text(json.dumps({**called, "root": {"handlers": ["x"]}}))
-    (folder / "prefect.toml").write_text('[logging]\nconfig_path = "called.yml"\n')
-    (folder / ".env").write_text("PREFECT_LOGGING_SETTINGS_PATH=called.yml\n")
-
-
 def test_what_a_stranger_leaves_in_the_storage_or_beside_the_recipe_is_not_executed(
-    followed: Finished, tmp_path: Path
+    tmp_path: Path, strange: Strange
 ) -> None:
-    project, temporary, mark = tmp_path / "project", tmp_path / "temporary", tmp_path / "mark"
-    temporary.mkdir()
+    project = tmp_path / "project"
     toy.project(project, recipe="import helper\n" + toy.RECIPE.replace("2.0 * x", "helper.SLOPE * x"))
     (project / "helper.py").write_text("SLOPE = 2.0\n")
-    shutil.copytree(followed.folder / "store", project / "store")
-    for folder in (project, project / "store", temporary):
-        plant(folder, mark)
-    program = tmp_path / "program" / "started.py"  # as the installed script: its own folder is on the path
-    program.parent.mkdir()
-    program.write_text("from trainflow.flows.cli.main import main\nmain()\n")
-    environ = {"TMPDIR": str(temporary)}
-    with running("run", "pipeline.yaml", *SHORT, log=tmp_path / "1", cwd=project, env=environ, program=program) as run:
+    (project / "store").mkdir()
+    for folder in (project, project / "store"):
+        strange.plant(folder)
+    with strange.running("run", "pipeline.yaml", *SHORT, IN_PROCESS[0], cwd=project) as run:
         assert run.process.wait(120) == 0, run.output
-    for number, words in enumerate((["status"], ["sync"]), start=2):
-        log = tmp_path / str(number)
-        with running(*words, "--storage", ".", log=log, cwd=project / "store", env=environ, program=program) as command:
+    for words in (["status"], ["sync"]):
+        with strange.running(*words, "--storage", ".", cwd=project / "store") as command:
             assert command.process.wait(60) == 0, command.output
-    words, log = ["ui", "--storage", "."], tmp_path / "log"
-    with running(*words, log=log, cwd=project / "store", env=environ, program=program) as command:
-        command.wait_for("Prefect: http://127.0.0.1:")
-        assert command.stop() == 0
-    assert not mark.exists(), list(mark.iterdir())
 
 
 # ----------------------------------------------------------------------------------------------------- being stopped
@@ -277,7 +313,7 @@ def test_ctrl_c_saves_ends_everything_and_says_how_to_go_on(tmp_path: Path) -> N
     slow = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")
     spec = toy.project(tmp_path / "project", recipe=slow)
     slowly = ("train.args.max_steps=400", "train.args.save_steps=1000")
-    with running("run", spec, *SHORT, *slowly, log=tmp_path / "log") as command:
+    with running("run", spec, *SHORT, IN_PROCESS[0], *slowly, log=tmp_path / "log") as command:
         command.wait_for("step ")
         assert command.stop(signal.SIGINT) == 130, command.output
         assert "running work is saved first" in command.output
