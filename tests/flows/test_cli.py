@@ -13,8 +13,7 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,9 +24,11 @@ from rich.console import Console
 
 from tests.support import toy
 from tests.support.checkpoints import save
-from tests.support.command import Cli, Done, Running, running, trainflow
+from tests.support.command import Cli, Done, running, trainflow
 from tests.support.imported import peer_run
 from tests.support.runs import IN_PROCESS
+from tests.support.strange import Strange
+from tests.support.strange import strange as strange
 from tests.support.sweeps import SLOW_RECIPE
 from tests.support.tiny_models import llama, lm_rows
 from tests.unit.flows.test_commands import NAMED, NO_JSON, NO_QUIET
@@ -150,46 +151,39 @@ def test_a_run_is_followed_and_summed_up(followed: Finished) -> None:
     assert f"  browse it    trainflow ui {followed.spec} tracking.enabled=true" in out
 
 
-@pytest.fixture
-def on_a_terminal(cli: Cli) -> Callable[..., str]:
-    """Runs a command on a terminal of 100 columns; returns everything that it wrote there."""
+def on_a_terminal(cli: Cli, *words: str | Path, **env: str) -> str:
+    """Run a command on a terminal of 100 columns; return everything that it wrote there."""
+    ours, theirs = pty.openpty()
+    written: list[bytes] = []
 
-    def run(*words: str | Path, **env: str) -> str:
-        ours, theirs = pty.openpty()
-        written: list[bytes] = []
+    def read() -> None:
+        with contextlib.suppress(OSError):  # Linux says so when the other side is closed
+            while data := os.read(ours, 65536):
+                written.append(data)
 
-        def read() -> None:
-            with contextlib.suppress(OSError):  # Linux says so when the other side is closed
-                while data := os.read(ours, 65536):
-                    written.append(data)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        with open(theirs, "w") as screen, redirect_stdout(screen), redirect_stderr(screen):  # noqa: PTH123 - a number
-            done = cli(*words, env={"TERM": "xterm-256color", "COLUMNS": "100", **env})
-        reader.join()
-        os.close(ours)
-        assert done.code == 0, written
-        return b"".join(written).decode()
-
-    return run
+    reader = threading.Thread(target=read)
+    reader.start()
+    with open(theirs, "w") as screen, redirect_stdout(screen), redirect_stderr(screen):  # noqa: PTH123 - a number
+        done = cli(*words, env={"TERM": "xterm-256color", "COLUMNS": "100", **env})
+    reader.join()
+    os.close(ours)
+    assert done.code == 0, written
+    return b"".join(written).decode()
 
 
-def test_colours_are_for_terminals_and_turn_off(
-    followed: Finished, cli: Cli, on_a_terminal: Callable[..., str]
-) -> None:
+def test_colours_are_for_terminals_and_turn_off(followed: Finished, cli: Cli) -> None:
     colour = re.compile(r"\x1b\[[0-9;]*3[0-7]")
     why = ("why", followed.spec, "train.args.learning_rate=0.1")
-    assert colour.search(on_a_terminal(*why, NO_COLOR=""))
-    assert not colour.search(on_a_terminal(*why, NO_COLOR="1"))
-    assert "\x1b" not in on_a_terminal(*why, NO_COLOR="", TERM="dumb")
+    assert colour.search(on_a_terminal(cli, *why, NO_COLOR=""))
+    assert not colour.search(on_a_terminal(cli, *why, NO_COLOR="1"))
+    assert "\x1b" not in on_a_terminal(cli, *why, NO_COLOR="", TERM="dumb")
     assert "\x1b" not in cli(*why, env={"NO_COLOR": ""}).out
-    assert not colour.search(on_a_terminal("run", "--help", NO_COLOR="1"))
+    assert not colour.search(on_a_terminal(cli, "run", "--help", NO_COLOR="1"))
 
 
-def test_on_a_terminal_the_progress_is_drawn(spec: Path, on_a_terminal: Callable[..., str]) -> None:
+def test_on_a_terminal_the_progress_is_drawn(spec: Path, cli: Cli) -> None:
     spec.with_name("recipe.py").write_text(SLOW_RECIPE)
-    out = on_a_terminal("run", spec, *SHORT, *IN_PROCESS)
+    out = on_a_terminal(cli, "run", spec, *SHORT, *IN_PROCESS)
     assert re.search(r"step \d/8", out)  # how many of them is a matter of the machine's speed
     assert out.rindex("\x1b[?25h") > out.rindex("\x1b[?25l"), "the cursor is shown again"
     summary = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", out[out.rindex("why") :])
@@ -202,48 +196,6 @@ def test_why_tells_what_would_run(followed: Finished, cli: Cli) -> None:
     assert re.search(r"^  prepare-data +kept +committed ", told, re.MULTILINE), told
     assert re.search(r"^  train +runs .*learning_rate", told, re.MULTILINE), told
     assert told.count("learning_rate") == 1, told  # a single difference is said once
-
-
-@dataclass(frozen=True)
-class Strange:
-    """A folder of temporary files, and others, in which a stranger leaves files that would leave a mark as code."""
-
-    folder: Path
-
-    @property
-    def temporary(self) -> Path:
-        return self.folder / "temporary"
-
-    @property
-    def mark(self) -> Path:
-        return self.folder / "mark"
-
-    def plant(self, folder: Path) -> None:
-        """Leave modules and settings that would run code of a stranger."""
-        for name in ("mlflow", "torch", "sitecustomize", "usercustomize", "uvicorn", "psutil", "json"):
-            marks = f"import os\nos.makedirs({str(self.mark)!r} + '/{folder.name}-{name}')\n"
-            (folder / f"{name}.py").write_text(marks)
-        called = {"version": 1, "handlers": {"x": {"()": "os.makedirs", "name": f"{self.mark}/{folder.name}-settings"}}}
-        (folder / "called.yml").write_text(json.dumps({**called, "root": {"handlers": ["x"]}}))
-        (folder / "prefect.toml").write_text('[logging]\nconfig_path = "called.yml"\n')
-        (folder / ".env").write_text("PREFECT_LOGGING_SETTINGS_PATH=called.yml\n")
-
-    def running(self, *words: str, cwd: Path) -> AbstractContextManager[Running]:
-        """A command as the installed script, whose own folder is on the path."""
-        program = self.folder / "program" / "started.py"
-        program.parent.mkdir(exist_ok=True)
-        program.write_text("from trainflow.flows.cli.main import main\nmain()\n")
-        env = {"TMPDIR": str(self.temporary)}
-        return running(*words, log=self.folder / words[0], cwd=cwd, env=env, program=program)
-
-
-@pytest.fixture
-def strange(tmp_path: Path) -> Iterator[Strange]:
-    strange = Strange(tmp_path / "strange")
-    strange.temporary.mkdir(parents=True)
-    strange.plant(strange.temporary)
-    yield strange
-    assert not strange.mark.exists(), list(strange.mark.iterdir())
 
 
 def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_path: Path, strange: Strange) -> None:
@@ -366,7 +318,7 @@ CASES = {
     "join": (2, "here"),
     "predict": (0, "last new.jsonl --to {free}"),
     "chat": (2, "last --prompt hello"),
-    "evaluate": (2, "last new.jsonl"),
+    "evaluate": (2, "absent new.jsonl"),
     "export": (2, "absent {free} --to torch-export"),
     "models": (0, ""),
     "promote": (2, "toy 2"),

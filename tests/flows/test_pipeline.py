@@ -453,8 +453,23 @@ def test_on_shared_devices_they_run_one_after_the_other(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("together")
-def test_with_devices_of_their_own_they_run_at_the_same_time(folder: Path) -> None:
+def test_with_devices_of_their_own_they_run_at_the_same_time_and_ctrl_c_stops_both(folder: Path) -> None:
     assert ["evaluate", "predict"] in Plan.of(spec_of(folder)).groups()
+    slow = folder / "slow.py"
+    slow.write_text(RECIPE.replace("y = self.linear(", "import time; time.sleep(2); y = self.linear("))
+    started: set[str] = set()
+
+    def interrupt_when_both_work(event: dict[str, Any]) -> None:
+        if event["event"] == "start":
+            started.add(event["stage"])
+            if started == {"evaluate", "predict"}:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    recipes = (f"evaluate.recipe={slow}", f"predict.recipe={slow}")
+    with progress.subscribe(interrupt_when_both_work), pytest.raises(KeyboardInterrupt):
+        run(folder, *BOTH, *recipes)
+    # The leak police fails this test for a worker that is still there.
+
     events: list[dict[str, Any]] = []
     with progress.subscribe(events.append):
         result = run(folder, *BOTH, "tracking.enabled=true")
@@ -479,22 +494,3 @@ def test_one_that_fails_leaves_the_other_its_result(folder: Path) -> None:
     outcomes = {outcome.stage: outcome for outcome in result.stages}
     assert (outcomes["evaluate"].status, outcomes["predict"].status) == ("failed", "ran")
     assert (outcomes["push-to-hub"].status, outcomes["push-to-hub"].reason) == ("skipped", "evaluate failed")
-
-
-@pytest.mark.usefixtures("together")
-def test_ctrl_c_stops_the_workers_of_both(folder: Path) -> None:
-    slow = folder / "slow.py"
-    slow.write_text(RECIPE.replace("y = self.linear(", "import time; time.sleep(2); y = self.linear("))
-    started: set[str] = set()
-
-    def interrupt_when_both_work(event: dict[str, Any]) -> None:
-        if event["event"] == "start":
-            started.add(event["stage"])
-            if started == {"evaluate", "predict"}:
-                os.kill(os.getpid(), signal.SIGINT)
-
-    recipes = (f"evaluate.recipe={slow}", f"predict.recipe={slow}")
-    with progress.subscribe(interrupt_when_both_work), pytest.raises(KeyboardInterrupt):
-        run(folder, *BOTH, *recipes)
-    # The leak police fails this test for a worker that is still there.
-    assert ran(run(folder, *BOTH)) == {"evaluate", "predict"}

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support import toy
-from tests.support.command import Cli, trainflow
+from tests.support.command import Cli
 from tests.support.runs import IN_PROCESS, broken, run, run_of
 from trainer_lib.base.json_text import seal_of
 from trainer_lib.errors import ConfigError, NotReproducibleError
@@ -143,9 +143,10 @@ FORGETFUL = toy.RECIPE.replace("self.linear = torch.nn.Linear(1, 1)", "self.line
 FORGETFUL = FORGETFUL.replace("y = self.linear(", "self.n += self.training; y = (1 + 0.01 * self.n) * self.linear(")
 
 
-def test_equal_runs_are_proved_and_the_verdict_is_sealed(tmp_path: Path) -> None:
+def test_equal_runs_are_proved_and_the_verdict_is_sealed(tmp_path: Path, cli: Cli) -> None:
     spec, verdict = toy.project(tmp_path), tmp_path / "verdict.json"
-    done = trainflow("prove-resume", spec, "train.launch.processes=1", "--kill", "--at", "7", "-o", verdict)
+    words = (IN_PROCESS[0], "train.launch.processes=1", "--kill", "--at", "7", "-o", verdict)
+    done = cli("prove-resume", spec, *words)
     assert done.code == 0, done.err
     assert "equal  toy: 8 steps, stopped by SIGKILL after step 7, resumed from 4" in done.out
     found: dict[str, Any] = json.loads(verdict.read_text())

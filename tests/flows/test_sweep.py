@@ -152,7 +152,13 @@ def test_slots_share_the_cores_and_one_that_dies_is_replaced(
     recipe = toy.RECIPE.replace("def compute_metrics(p):", "def compute_metrics(p):\n    import torch").replace(
         "p.label_ids).mean())}", 'p.label_ids).mean()), "threads": torch.get_num_threads()}'
     )
-    words = ("sweep.objective=test_threads", "sweep.trials=2", "sweep.parallel=2", "evaluate.launch.processes=1")
+    words = (
+        "sweep.objective=test_threads",
+        "sweep.trials=2",
+        "sweep.parallel=2",
+        "evaluate.launch=process",
+        *IN_PROCESS,
+    )
     spec = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words)
     events: list[Mapping[str, Any]] = []
 
