@@ -395,10 +395,6 @@ def told(cli: Cli, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     return done.code, json.loads(done.out)
 
 
-def steps(answer: dict[str, Any], state: str = "good") -> list[int]:
-    return [entry["step"] for entry in answer["checkpoints"] if entry["state"] == state]
-
-
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Steps 1 to 5, the second of which is the best."""
@@ -527,17 +523,6 @@ def test_leftovers_of_a_folder_that_a_run_holds_stay(tmp_path: Path, cli: Cli) -
         assert left.exists()
     assert len(told(cli, "prune", tmp_path / "stage", "--keep", "1")[1]["removed"]) == 1
     assert not left.exists()
-
-
-# ----------------------------------------------------------------------------------------------------------------- S3
-def test_listing_verifying_and_pruning_work_on_s3(s3_url: str, cli: Cli) -> None:
-    url = f"{s3_url}/run"
-    for step in (1, 2, 3):
-        save(Store.open(url), step)
-    assert steps(told(cli, "list", url)[1]) == [3, 2, 1]
-    assert told(cli, "verify", url)[0] == 0
-    assert [each["step"] for each in told(cli, "prune", url, "--keep", "1")[1]["removed"]] == [1, 2]
-    assert steps(told(cli, "list", url)[1]) == [3]
 
 
 # ------------------------------------------------------------------------------------------------------------- import

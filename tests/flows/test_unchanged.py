@@ -20,7 +20,6 @@ import httpx
 import pytest
 from prefect.client.orchestration import get_client
 from prefect.flow_engine import FlowRunEngine
-from prefect.settings import PREFECT_API_URL, temporary_settings
 from prefect.states import Running
 
 from tests.support import toy
@@ -110,15 +109,6 @@ def test_the_command_loads_neither_prefect_nor_mlflow(folder: Path) -> None:
     assert {stage["status"] for stage in answer["stages"]} == {"cached"}
     assert Path(answer["places"]["model"], "model.safetensors").exists()
     assert done.stderr.count("cached: committed") == len(ALL)
-
-
-def test_a_change_is_refused_by_a_server_that_is_not_there(folder: Path, cli: Cli) -> None:
-    words = [*IN_PROCESS, "tracking.enabled=true", "train.args.learning_rate=0.2"]
-    with temporary_settings({PREFECT_API_URL: "http://127.0.0.1:9/api"}):
-        done = cli("run", folder / "pipeline.yaml", *words)
-    assert done.code != 0
-    assert "127.0.0.1:9" in done.err
-    assert "Traceback" not in done.err
 
 
 def damage_the_model(folder: Path) -> None:
