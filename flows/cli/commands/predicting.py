@@ -179,7 +179,7 @@ def _run(asked: NewRows, form: Form, *, workers: int, threads: int | None) -> An
             out.print(f"The column '{job.answer}' is what the model predicts; it is left aside.")
         if others := [name for name in unused if name != job.answer]:
             more = f" and {len(others) - _FEW:,} more" if len(others) > _FEW else ""
-            names = ", ".join(map(to_cell, others[:_FEW]))
+            names = ", ".join(to_cell(name) if name else "one without a name" for name in others[:_FEW])
             out.print(f"Training left these columns out, and so do predictions: {names}{more}", markup=False)
         out.print(f"{counted(len(job.files), 'file')} -> {shown(job.url)}")
         with terminal.progress(out, plain=form.debug) as display:

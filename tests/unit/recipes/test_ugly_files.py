@@ -121,6 +121,11 @@ READ: dict[str, Ugly] = {
         new={"n": 1, "x": "EUR 2.345", "expected": 2345.0},
     ),
     "perhaps thousands": Ugly("1.2{n},{l}", head="x,label", first={"x": 1.21}, words=('decimal="," reads thousands',)),
+    "names twice": Ugly(
+        "{n},1,{l}", head="x,x,label", options={"read": {"columns": ["x", "y", "label"], "skip_lines": 1}},
+        first={"x": 10.0, "y": 1.0},
+    ),
+    "a column without a name": Ugly("{n},{l},", head="x,label,", first={"x": 10.0}, words=("it has no name",)),
     "units that are not known": Ugly("{n} kg,{l}", head="x,label", first={"x": "10 kg"}, words=("such as '10 kg'",)),
     "underscores": Ugly("1_{n},{l}", head="x,label", first={"x": "1_10"}),
     "gaps by name": Ugly(
@@ -238,6 +243,10 @@ def test_parts_of_dates_and_words_are_numbers() -> None:
         (Ugly('"1,2{n}",{l}', head="x,label"), "row 0 (line 2), column 'x': '1,210' can be read in two ways"),
         (Ugly("1.2{n} €;{l}\n5,50;a", head="x;label"), 'prepare.options.read.decimal=","'),
         (Ugly("1.2{n};{n},5;{l}", head="x;y;label"), "column 'x': '1.210' can be read in two ways"),
+        (Ugly(gzip.compress(PLAIN.encode())), "the content is packed by gzip (.gz), not text"),
+        (Ugly(ZIPPED.getvalue(), name="data.jsonl"), "the content is a workbook or a zip archive"),
+        (Ugly("{n},{n},{l}", head="x,x,label"), "read.columns=[…], with prepare.options.read.skip_lines=1"),
+        (Ugly(PLAIN.encode() + b"1,c\n"), "Give more rows of it, or set prepare.options.absent_classes=true"),
         (Ugly("{n} %,{l}\n{n},{l}", head="x,label"), "several units, such as '10 %' and '10'"),
         (Ugly("{n} $,{l}\nEUR {n},{l}", head="x,label"), "several units, such as '10 $' and 'EUR 10'"),
         (

@@ -45,6 +45,14 @@ _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
 _AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
 _MOST_BAD = 1000  # rows that are passed over, to name them together
+_CONTENTS = {
+    b"PAR1": "Parquet (.parquet)",
+    b"ARROW1": "Arrow (.arrow)",
+    b"PK\x03\x04": "a workbook or a zip archive (.xlsx, .zip)",
+    b"\xd0\xcf\x11\xe0": "an old workbook (.xls), which Excel saves as .xlsx",
+    b"\x1f\x8b": "packed by gzip (.gz)",
+}
+"""First bytes of a file that is not a text -> what it is."""
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
 _PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
@@ -146,8 +154,18 @@ def name_place(file: RowFile, number: int, line: int | None) -> str:
 
 def _read_csv(stream: Any, file: RowFile, usual: str, notes: list[str], reading: Reading) -> Iterator[Raw]:
     csv.field_size_limit(MAX_LINE_BYTES)
-    lines = reading.open_csv(io.BufferedReader(stream, _BUFFER_BYTES), file, usual, notes)
+    lines = reading.open_csv(_buffer_text(stream, file), file, usual, notes)
     yield from _name_rows(lines, file, notes)
+
+
+def _buffer_text(stream: Any, file: RowFile) -> io.BufferedReader:
+    """The stream of a text, buffered. Raises DataError where its first bytes are those of another format."""
+    buffered = io.BufferedReader(stream, _BUFFER_BYTES)
+    head = buffered.peek()
+    if kind := next((kind for mark, kind in _CONTENTS.items() if head.startswith(mark)), None):
+        remedy = "Let the ending of its name say what it is, or write it as text."
+        raise DataError(f"{file.address}: the content is {kind}, not text.", field="NEW_DATA", remedy=remedy)
+    return buffered
 
 
 def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: list[str]) -> Iterator[Raw]:
@@ -159,7 +177,8 @@ def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: lis
     if header.count("") > 1 and any(first[1][:width]) and not any(first[1][width:]):
         header = header[:width]
     if twice := {name for name in header if header.count(name) > 1}:
-        hint = "" if min(twice) else f"; the names of the columns may stand below it ({READ}.skip_lines)"
+        hint = f"; the names of the columns may stand below it ({READ}.skip_lines)"
+        hint = f" (other names: {READ}.columns=[…], with {READ}.skip_lines=1)" if min(twice) else hint
         raise refuse_row(f"{file.address}, line {max(number, 1)}", min(twice), f"the column is there twice{hint}")
     if number and looks_like_row(header):
         notes.append(f"The first line of {file.address} names the columns, and looks like a row ({READ}.columns).")
@@ -182,7 +201,7 @@ def _name_cells(header: list[str], values: list[Any]) -> dict[str, Any]:
 
 def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
     """The rows of lines of JSON, or of a file that is one JSON array."""
-    buffered = io.BufferedReader(stream, _BUFFER_BYTES)
+    buffered = _buffer_text(stream, file)
     is_array = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
     if is_array and buffered.peek().removeprefix(_BOM).lstrip().startswith(b"["):
         rows = _parse_array(buffered, file)

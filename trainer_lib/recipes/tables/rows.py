@@ -103,6 +103,7 @@ class TabularRows:
             remedy = f"Name the column to predict: {label}=NAME."
             raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
+        self._way = way["by"]
         self.table, self._problems = Table([], {}), list[DataError]()
         with naming_sources(SOURCES):
             with self._noting():
@@ -265,7 +266,9 @@ class TabularRows:
         other = {self.label, chosen["id"], self._split_column, *chosen["ignore"]}
         names = [name for name in chosen["features"] or self.table.columns if name not in other]
         if not chosen["features"] and (index := [name for name in names if is_index(name)]):
-            self._warn(index, "it is the index of a table that pandas wrote (prepare.options.features may name it)")
+            is_first = index != [""] or next(iter(self.table.columns)) == ""
+            why = "it is the index of a table that pandas wrote" if is_first else "it has no name"
+            self._warn(index, f"{why} (prepare.options.features may name it)")
             names = [name for name in names if name not in index]
         if not names:
             remedy = "Leave prepare.options.features out, or name columns other than the label."
@@ -440,7 +443,7 @@ class TabularRows:
             if len(new := np.flatnonzero((counts[split] > 0) & (counts["train"] == 0))):
                 first = np.flatnonzero(np.isin(codes, new))[0]
                 what = f"{self.table.places[rows[first]]}: the label '{names[codes[first]]}' in the split '{split}'"
-                remedy = "Give more rows of it, remove the row, or split by stratified."
+                remedy = "Give more rows of it, or remove the row."
                 raise DataError(f"{what} is in no row of train.", field=f"{FIELD}.split", remedy=remedy)
             absent = sorted(set(known) - {names[code] for code in np.flatnonzero(counts[split])}, key=_in_order)
             if absent and self.target == SEVERAL:
@@ -448,7 +451,9 @@ class TabularRows:
             elif absent and not self.options["absent_classes"]:
                 number = sum(count[names.index(absent[0])] for count in counts.values())
                 what = f"The split '{split}' has no row of the class '{absent[0]}', of which there are {number} in all."
-                remedy = "Split by stratified, give more rows, or set prepare.options.absent_classes=true."
+                other = self._has_class and (self.options["files"] or self._way != "stratified")
+                way = "Split by stratified without files, give" if other else "Give"
+                remedy = f"{way} more rows of it, or set {FIELD}.absent_classes=true."
                 raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
         return self._ordered(known) if self.target == ORDER else known
 
