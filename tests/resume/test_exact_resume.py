@@ -157,8 +157,9 @@ def test_another_model_another_batch_or_weights_alone_are_refused(
         trainer(folder, ROWS, model=wide, **SHORT).train(True)
     with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
         trainer(folder, ROWS, **{**SHORT, "gradient_accumulation_steps": 1}).train(True)
-    with pytest.raises(ConfigError, match="optim = sgd: The checkpoint holds the state of adamw_torch_fused"):
-        trainer(folder, ROWS, optim="sgd", **SHORT).train(True)
+    for own in (torch.optim.SGD, torch.optim.RAdam, torch.optim.Adamax):
+        with pytest.raises(ConfigError, match=f"optimizer = {own.__name__}: The checkpoint holds the state of AdamW"):
+            trainer(folder, ROWS, optimizer_cls_and_kwargs=(own, {"lr": 0.01}), **SHORT).train(True)
     with pytest.raises(ConfigError, match=r"holds only a model .*Give True or its URL to resume with a new optimizer"):
         trainer(weights_alone, ROWS, **SHORT).train("auto")
 

@@ -249,7 +249,6 @@ class Engine:
         self._trainer = trainer
         self._events = events
         self.given_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
-        self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
         self.outside = OutsideParameters(trainer)
         self._has_trained = False
         self._measures_norm = False
@@ -329,7 +328,6 @@ class Engine:
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
-        self._known_schedule = (None, False)
         self.strategy.release()
         self.use_optimizers(*self.given_optimizers)
 
@@ -366,13 +364,12 @@ class Engine:
                 raise ConfigError(
                     "A schedule needs an optimizer.", field="optimizer", remedy="Call create_optimizer before."
                 )
-            own = None
             if trainer.args.deepspeed is not None:
                 from trainer_lib.strategies.deepspeed.deepspeed_strategy import create_schedule
 
-                own = create_schedule(trainer.args, target, num_training_steps)
-            made = optim.create_scheduler(trainer.args, target, num_training_steps) if own is None else own
-            trainer.lr_scheduler = made
+                trainer.lr_scheduler = create_schedule(trainer.args, target, num_training_steps)
+            if trainer.lr_scheduler is None:
+                trainer.lr_scheduler = optim.create_scheduler(trainer.args, target, num_training_steps)
         return trainer.lr_scheduler
 
     def ready_optimizer(self) -> torch.optim.Optimizer:
@@ -383,6 +380,11 @@ class Engine:
                 "The optimizer does not exist yet.", field="optimizer", remedy="Call create_optimizer or train."
             )
         return optimizer
+
+    def optimizer_classes(self) -> list[str]:
+        """Names of the optimizer's class and its bases; empty under DeepSpeed, whose own class holds its state."""
+        kinds = () if self.strategy.name == "deepspeed" else type(self._trainer.optimizer).__mro__
+        return [kind.__name__ for kind in kinds if kind not in torch.optim.Optimizer.__mro__]
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that the optimizer holds, by name."""
@@ -438,9 +440,7 @@ class Engine:
         rate = trainer._get_learning_rate()  # of this step: below, the schedule goes on to the next, in the same tensor
         run.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         schedule = trainer.lr_scheduler
-        if schedule is not self._known_schedule[0]:
-            self._known_schedule = schedule, follows_metric(schedule)
-        if schedule is not None and not self._known_schedule[1]:
+        if schedule is not None and not follows_metric(schedule):
             schedule.step()
         optimizer.zero_grad()
         for other in self._others:

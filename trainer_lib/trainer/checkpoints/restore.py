@@ -330,7 +330,7 @@ class Restore:
         if loaded.url == self._internals.trials.origin:
             present = PresentSettings(trainer.optimizer, trainer.lr_scheduler, trainer.args.learning_rate)
         if trainer.optimizer is not None and snapshot is not None:
-            self._refuse_other_optimizer(loaded, snapshot.groups)
+            self._refuse_other_optimizer(loaded)
             with loaded.treat_errors_as_damage(OPTIMIZER):
                 restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
@@ -340,16 +340,15 @@ class Restore:
         if present is not None:
             present.put_back(loaded.training_args.get("learning_rate"))
 
-    def _refuse_other_optimizer(self, loaded: Checkpoint, groups: list[dict[str, Any]]) -> None:
-        """Raise ConfigError for the state of another class; two names of one class have the same settings."""
-        now, then = str(self._trainer.args.optim), loaded.training_args.get("optim")
-        present, saved = self._internals.engine.ready_optimizer().param_groups[0].keys(), groups[0].keys()
-        if then not in (now, None) and present - saved and saved - present:
+    def _refuse_other_optimizer(self, loaded: Checkpoint) -> None:
+        """Raise ConfigError for the state of a class that has no base in common with the optimizer's."""
+        now, then = self._internals.engine.optimizer_classes(), loaded.commit.meta.get("optimizer")
+        if now and then and not {*now} & {*then}:
             raise ConfigError(
-                f"The checkpoint holds the state of {then}.",
-                field="optim",
-                value=now,
-                remedy=f"Resume with {then}; with an empty override of _load_optimizer_and_scheduler a new one begins.",
+                f"The checkpoint holds the state of {then[0]}.",
+                field="optimizer",
+                value=now[0],
+                remedy=f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one.",
             )
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:

@@ -118,6 +118,7 @@ class Snapshots:
                 "world_size": world.comm.world_size,
                 "global_samples": run.samples,
                 "precision": engine.precision.name,
+                "optimizer": engine.optimizer_classes(),
                 "frozen": self.frozen_fingerprint(),
                 "earlier_runs": list(self._internals.checkpoints.occupied.names),
             },
