@@ -121,6 +121,9 @@ READ: dict[str, Ugly] = {
         new={"n": 1, "x": "EUR 2.345", "expected": 2345.0},
     ),
     "perhaps thousands": Ugly("1.2{n},{l}", head="x,label", first={"x": 1.21}, words=('decimal="," reads thousands',)),
+    "names like numbers": Ugly("{n}E5,{l}", head="x,label", first={"x": 1e6}, words=("[x] reads names).",)),
+    "numbers beyond 64 bits": Ugly("123456789012345678{n},{l}", head="x,label", words=("which 32 bits round",)),
+    "no values": Ugly("{n},,{l}", head="x,y,label", first={"y": ""}, words=("The column 'y' has no values.",)),
     "names twice": Ugly(
         "{n},1,{l}", head="x,x,label", options={"read": {"columns": ["x", "y", "label"], "skip_lines": 1}},
         first={"x": 10.0, "y": 1.0},
@@ -246,6 +249,7 @@ def test_parts_of_dates_and_words_are_numbers() -> None:
         (Ugly(gzip.compress(PLAIN.encode())), "the content is packed by gzip (.gz), not text"),
         (Ugly(ZIPPED.getvalue(), name="data.jsonl"), "the content is a workbook or a zip archive"),
         (Ugly("{n},{n},{l}", head="x,x,label"), "read.columns=[…], with prepare.options.read.skip_lines=1"),
+        (Ugly(PLAIN.encode() + b"x,label\n"), "row 20 (line 22): it repeats the names of the columns"),
         (Ugly(PLAIN.encode() + b"1,c\n"), "Give more rows of it, or set prepare.options.absent_classes=true"),
         (Ugly("{n} %,{l}\n{n},{l}", head="x,label"), "several units, such as '10 %' and '10'"),
         (Ugly("{n} $,{l}\nEUR {n},{l}", head="x,label"), "several units, such as '10 $' and 'EUR 10'"),

@@ -196,6 +196,8 @@ def _name_cells(header: list[str], values: list[Any]) -> dict[str, Any]:
         values = values[: len(header)]
     if len(values) != len(header):
         raise ValueError(f"it has {counted(len(values), 'value')}, and the header has {counted(len(header), 'column')}")
+    if len(header) > 1 and values == header:
+        raise ValueError("it repeats the names of the columns")
     return dict(zip(header, values, strict=True))
 
 

@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 FIELD = "prepare.options"
 _RESERVED = ("labels", "row_id")
-_PLAIN_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+([eE][-+]?\d+)?")
+_PLAIN_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+([eE][-+]\d+)?")  # 1E5 may be a name
 _AT_ONCE = 10_000  # numbers
 _ROUNDING = 2.0**-20  # of a number in the batches, float32, times 8
 _LISTED = 20  # problems
@@ -292,7 +292,9 @@ class TabularRows:
             if some and looks_like_date(some[0]):
                 what = f"The column '{name}' looks like dates, and is read as texts"
                 self._warnings.append(f"{what} (prepare.options.dates={{{name}: null}} reads dates).")
-            elif some and all(map(looks_like_measure, some)):
+            elif not some:
+                self._warnings.append(f"The column '{name}' has no values.")
+            elif all(map(looks_like_measure, some)):
                 what = f"The column '{name}' is read as texts, such as '{some[0]}'"
                 self._warnings.append(f"{what}: write amounts as numbers without other characters.")
             return
@@ -357,7 +359,9 @@ class TabularRows:
             for form, text in zip(reversed(forms), reversed(texts), strict=True)
             if text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)
         }
-        names = next((text for text in texts if text.isdecimal() and not _PLAIN_NUMBER.fullmatch(text)), None)
+        names = next(
+            (text for text in texts if text.isalnum() and text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)), None
+        )
         hint = f" (prepare.options.categorical=[{name}] reads names)" if names is not None else ""
         if not odd and ("?.", "") in forms and (".", "") not in forms:
             text = texts[forms.index(("?.", ""))]
@@ -366,7 +370,8 @@ class TabularRows:
             self._warnings.append(f"The column '{name}' is read as numbers: {', '.join(odd.values())}{hint}.")
 
     def _warn_of_rounding(self, name: str, mean: float, spread: float) -> None:
-        if abs(mean) * _ROUNDING > spread != 1.0:  # that of a constant column
+        is_constant = spread == 1.0 and abs(mean) < 2**53  # from there on 64 bits round too
+        if abs(mean) * _ROUNDING > spread and not is_constant:
             what = f"The numbers of the column '{name}' differ by some {spread:.3g} around {mean:.10g}"
             self._warnings.append(f"{what}, which 32 bits round: subtract a constant from them.")
 
