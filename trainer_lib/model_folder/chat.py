@@ -21,7 +21,7 @@ Show = Callable[[str], None]
 
 
 class Spoken(NamedTuple):
-    """An answer, its number of tokens, and whether it was not ended by Ctrl-C."""
+    """An answer, its number of tokens, and whether the model ended it: neither Ctrl-C nor the limit of tokens did."""
 
     text: str
     tokens: int
@@ -58,7 +58,7 @@ class Chat:
         draws = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         ends = list(dict.fromkeys([*known_ends(self._model), *end_tokens(tokenizer)])) or [0]
         pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._settings = {**draws, "eos_token_id": ends, "pad_token_id": pad, "use_cache": True}
+        self._settings: dict[str, Any] = {**draws, "eos_token_id": ends, "pad_token_id": pad, "use_cache": True}
         self._new_tokens = new_tokens
 
     def answer(self, text: str, show: Show, *, heading: Show | None = None) -> tuple[Spoken, Spoken | None]:
@@ -93,11 +93,11 @@ class Chat:
         return tokens
 
     def _generate(self, model: Any, tokens: list[int], show: Show) -> Spoken:
-        pieces, made = list[str](), [-1]  # the prompt comes first
+        pieces, made = list[str](), list[int]()
 
         class Streamer(import_transformers().TextStreamer):  # type: ignore[misc]  # transformers is imported late
             def put(self, value: Any) -> None:
-                made[0] += 1
+                made.append(int(value.flatten()[-1]))
                 super().put(value)
 
             def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -107,15 +107,15 @@ class Chat:
         streamer: Any = Streamer(self._template.tokenizer, skip_prompt=True, skip_special_tokens=True)
         ids = torch.tensor([tokens], device=self._device)
         given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), **self._settings}
-        most, is_whole = min(self._new_tokens, self._length - len(tokens)), True
+        most = min(self._new_tokens, self._length - len(tokens))
         try:
             with torch.no_grad():
                 model.generate(**given, max_new_tokens=most, streamer=streamer)
         except KeyboardInterrupt:
-            is_whole = False
             streamer.end()
         show("\n")
-        return Spoken("".join(pieces).strip(), max(made[0], 0), is_whole)
+        new, ends = made[1:], self._settings["eos_token_id"]  # the prompt comes first
+        return Spoken("".join(pieces).strip(), len(new), bool(set(new[-1:]) & set(ends)))
 
     def _load_base(self) -> Any:
         """The model that training began with, loaded by its name or folder, once."""

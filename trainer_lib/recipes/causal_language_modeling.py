@@ -44,7 +44,7 @@ from trainer_lib.recipes.shared.model_places import (
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts.documents import FIELD, DocumentSplits
-from trainer_lib.recipes.texts.judged_prompts import Wording, answer_prompts
+from trainer_lib.recipes.texts.judged_prompts import answer_prompts
 from trainer_lib.recipes.texts.packed_batches import (
     NEW_TOKENS,
     collate_flat,
@@ -234,4 +234,4 @@ def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any])
         tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]
         return tokens
 
-    return answer_prompts(model, Wording(tokenizer, ask, data.info["length"]), options, data.build_first)
+    return answer_prompts(model, tokenizer, ask, data, options)

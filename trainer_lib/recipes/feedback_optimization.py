@@ -145,7 +145,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     table = MarkedAnswers(options, out)
     texts = table.read_texts()
     columns: dict[str, Any] = {table.options.get(name, name): column for name, column in texts.items()}
-    columns |= table.ask_reference(table.tokenize(texts, out), out)
+    columns |= table.context | table.ask_reference(table.tokenize(texts, out), out)
     out.info[OTHER] = OTHER
     return table.rows(list(table.table.columns[table.label]), columns)
 
@@ -153,8 +153,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model that the reference is, with adapters on request.
 
-    Raises:
-        ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
+    Raises ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
     """
     weights = {"good_weight": 1.0, "bad_weight": 1.0}  # of the losses of good and of bad answers
     chosen = choose(options, {**POLICY, **weights}, field="train.model")

@@ -31,7 +31,7 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
-from trainer_lib.recipes.tables.rows import FIELD
+from trainer_lib.recipes.tables.rows import FIELD, raise_listed
 from trainer_lib.recipes.tables.table_files import SOURCES
 from trainer_lib.recipes.texts.answers import (
     ANSWERED,
@@ -66,23 +66,19 @@ class PreferredPairs(AnsweredPrompts):
     }
 
     @override
-    def read_texts(self) -> dict[str, list[str]]:
-        texts, names = super().read_texts(), [self.options[name] for name in self.answers]
-        for place, one, other in zip(self.table.places, texts["chosen"], texts["rejected"], strict=True):
-            if one.strip() == other.strip():
-                what = f"{place}, columns '{names[0]}' and '{names[1]}': the two answers are alike, so none is better"
-                raise DataError(f"{what}: '{one[:40]}'.", field=SOURCES, remedy="Remove the row.")
-        return texts
-
-    @override
     def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> dict[str, list[dict[str, Any]]]:
-        found, longest = super().tokenize(texts, out), self.options["max_length"]
-        for place, one, other in zip(self.table.places, *found.values(), strict=True):
-            if one["input_ids"] == other["input_ids"]:
-                what = f"{place}: the first {longest:,} tokens of prompt and answer are the same for both answers"
-                remedy = "Remove the row, or set a greater max_length, as far as the model reads it."
-                what += ", and the rest is cut."
-                raise DataError(what, field=f"{FIELD}.max_length", value=longest, remedy=remedy)
+        found, longest, problems = super().tokenize(texts, out), self.options["max_length"], list[DataError]()
+        columns = (*found.values(), *(texts[name] for name in NAMES))
+        names = " and ".join(f"'{self.options[name]}'" for name in NAMES)
+        for place, one, other, chosen, rejected in zip(self.table.places, *columns, strict=True):
+            if one["input_ids"] == other["input_ids"] or chosen.strip() == rejected.strip():
+                what = f"{place}, columns {names}: the two answers are alike, so none is better"
+                remedy = "Remove the row"
+                if len(one["input_ids"]) == longest:
+                    what = f"{place}: the first {longest:,} tokens are the same for both answers, and the rest is cut"
+                    remedy += f", or set a greater {FIELD}.max_length, as far as the model reads it"
+                problems.append(DataError(f"{what}.", field=SOURCES, value=chosen[:40], remedy=f"{remedy}."))
+        raise_listed(problems)
         return found
 
 
@@ -130,22 +126,22 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """Read the pairs, find a tokenizer for them, and ask the reference for the probabilities of their answers.
 
     Returns:
-        For every split its rows: the three texts by the names of their columns, lists of turns as JSON;
-        `reference_chosen` and `reference_rejected`, the logarithms of the answers' probabilities; in `labels` 0, the
-        place of the chosen answer; `row_id`.
+        For every split its rows: the three texts by the names of their columns, lists of turns as JSON, with
+        their `tools` and `system`; `reference_chosen` and `reference_rejected`, the logarithms of the answers'
+        probabilities; in `labels` 0, the place of the chosen answer; `row_id`.
     """
     table = PreferredPairs(options, out)
     texts = table.read_texts()
     scores = table.ask_reference(table.tokenize(texts, out), out)
     out.info["classes"] = NAMES
-    return table.rows([0] * len(table.table), {**{table.options[name]: texts[name] for name in texts}, **scores})
+    columns = {table.options[name]: texts[name] for name in texts}
+    return table.rows([0] * len(table.table), {**columns, **table.context, **scores})
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model that the reference is, with adapters on request.
 
-    Raises:
-        ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
+    Raises ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
     """
     chosen = choose(options, {**POLICY, "loss": "sigmoid"}, field="train.model")  # of DPO; or orpo
     require_choice(chosen["loss"], LOSSES, field="train.model.loss")

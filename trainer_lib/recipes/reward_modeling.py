@@ -66,7 +66,8 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     out.info.update(completion=COMPLETION, classes=NAMES, pad_token_id=out.info["ends"]["pad_token_id"])
     out.info["new_columns"] |= {COMPLETION: "string"}
     out.info["new_rows"]["optional"].append(COMPLETION)
-    return table.rows([0] * len(table.table), {table.options[name]: texts[name] for name in texts})
+    columns = {table.options[name]: texts[name] for name in texts}
+    return table.rows([0] * len(table.table), {**columns, **table.context})
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:

@@ -43,7 +43,7 @@ from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positi
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts.conversations import FIELD, ConversationSplits, Faults, read_question
-from trainer_lib.recipes.texts.judged_prompts import Wording, answer_prompts
+from trainer_lib.recipes.texts.judged_prompts import answer_prompts
 from trainer_lib.recipes.texts.packed_batches import (
     NEW_TOKENS,
     batch_prompts,
@@ -88,7 +88,7 @@ PROMPT = "prompt"
 """The column of new rows with what a user says."""
 QUESTION = "conversation"
 """The column in which new rows have their turns, tools and system prompt together, as JSON."""
-_ASKED = ["messages", "conversations", "instruction", "input", "history", "system", "tools"]
+_ASKED = [PROMPT, "messages", "conversations", "instruction", "input", "history", "system", "tools"]
 _OVERLONG = ("cut", "drop", "refuse")
 _SHOWN, _SHOWN_TOKENS = 5, 600
 
@@ -126,7 +126,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         **note_form(
             {},
             chosen,
-            optional=[PROMPT, NEW_TOKENS, *_ASKED, "input_ids", "lengths", "trained", *mixed],
+            optional=[NEW_TOKENS, *_ASKED, "input_ids", "lengths", "trained", *mixed],
             gathered={"into": QUESTION, "names": _ASKED, "unless": "input_ids"},
         ),
     )
@@ -248,8 +248,7 @@ def _show(splits: ConversationSplits, template: ChatTemplate, loss_on: str, out:
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model as for texts; what it generates ends with the assistant's turn as well.
 
-    Raises:
-        ConfigError: as of texts.
+    Raises ConfigError as of texts.
     """
     model = build_text_model(options, data)
     stop_at(model, end_tokens(kept_tokenizer(data)))
@@ -274,8 +273,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 def ask(row: Mapping[str, Any], template: ChatTemplate, data: DataInfo, new: int) -> list[int]:
     """The tokens of a new row's conversation with the beginning of the answer, which has up to `new` tokens.
 
-    Raises:
-        DataError: the conversation is faulty, or the row has no room for the answer.
+    Raises DataError: the conversation is faulty, or the row has no room for the answer.
     """
     length, gathered = data.info["length"], parse_json(row.get(QUESTION) or "{}")
     asked = read_question({**row, **gathered}, system=data.info["system"])
@@ -340,4 +338,4 @@ def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any])
     def ask(prompt: str) -> list[int]:
         return template.ask([*first, {"role": "user", "content": prompt}])
 
-    return answer_prompts(model, Wording(template.tokenizer, ask, data.info["length"]), options, data.build_first)
+    return answer_prompts(model, template.tokenizer, ask, data, options)

@@ -78,7 +78,8 @@ def test_ctrl_c_ends_the_answer_and_keeps_what_there_is(loaded: LoadedModel) -> 
     spoken, _ = chat.answer("one?", interrupt)
     assert (spoken.is_whole, spoken.tokens) == (False, 2)
     assert len(chat.turns) == 2
-    assert chat.answer("two?", pieces.append)[0].is_whole
+    chat._settings["eos_token_id"] = [*range(len(loaded.tokenizer))]
+    assert chat.answer("two?", pieces.append)[0][1:] == (1, True)
 
 
 def test_a_conversation_that_is_too_long_is_refused_and_stays(loaded: LoadedModel) -> None:
@@ -125,8 +126,8 @@ def test_the_command_answers_once(address: str, capsys: pytest.CaptureFixture[st
     ask: Any = predicting.chat
     answer = ask.__wrapped__(BareForm(), address, prompt="one?", new_tokens=NEW, trust="any").to_dict()
     assert capsys.readouterr().out.strip() == answer["answer"]
-    assert (answer["ok"], answer["whole"], answer["system"]) == (True, True, "brief")
-    assert answer["tokens"] <= NEW
+    assert (answer["ok"], answer["whole"], answer["system"]) == (True, False, "brief"), "the limit ended it"
+    assert answer["tokens"] == NEW
     assert (
         ask.__wrapped__(BareForm(as_json=True), address, prompt="one?", new_tokens=NEW, trust="any").to_dict() == answer
     )
@@ -143,7 +144,7 @@ def test_conversations_in_every_shape_are_predicted_alike(loaded: LoadedModel) -
         {"messages": json.dumps([USER])},
         {"messages": [USER], "system": float("nan")},  # as a frame has a gap
     ]
-    rows = [{**row, "new_tokens": NEW} for row in shapes]
+    rows = [{**row, "new_tokens": NEW} for row in (*shapes, {"prompt": "one?"})]
     answers = loaded.predict(rows, batch_size=2)["answer"]
     assert set(answers) == {loaded.predict([{"prompt": "one?", "new_tokens": NEW}])["answer"][0]}
     own = loaded.predict([{**rows[0], "system": "talk at length"}, rows[0]])["answer"]
@@ -158,6 +159,7 @@ def test_conversations_in_every_shape_are_predicted_alike(loaded: LoadedModel) -
         ({"messages": [USER, ANSWER]}, "turn 2: it is of the assistant"),
         ({"messages": [{"role": "bot", "content": "a"}]}, "turn 1: the role 'bot' is unknown"),
         ({"messages": [{"role": "user", "content": "one? " * 90}]}, "column 'messages': "),
+        ({"prompt": "one?", "tools": [{"name": "f"}]}, "it has tools, and the template has no place for them"),
     ],
 )
 def test_a_conversation_that_cannot_be_answered_is_named(loaded: LoadedModel, row: Any, words: str) -> None:

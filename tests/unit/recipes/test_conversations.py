@@ -111,7 +111,7 @@ FAULTY = [
     ({"messages": [USER]}, "the assistant has no turn"),
     ({"messages": [{"role": "human", "content": "a"}, ANSWER]}, "turn 1: the role 'human' is unknown"),
     ({"messages": []}, "it has no turn"),
-    ({"messages": [USER, CALL]}, "turn 2: a tool is called, and no turn of a tool follows"),
+    ({"messages": [USER, CALL, USER, ANSWER]}, "turn 2: a tool is called, and no turn of a tool follows"),
     ({"messages": [USER, CALL, {"role": "tool", "content": "3"}, ANSWER]}, "no place for them"),
     ({"messages": [USER, ANSWER], "tools": [{"type": "function"}]}, "it has tools"),
     ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}, ANSWER]}, "turn 1: a part of kind"),
@@ -278,6 +278,9 @@ def test_a_template_that_moves_trims_or_refuses_text_is_refused_with_the_turn(te
     tokenizer.bos_token = "<s>"
     with pytest.raises(FaultyError, match=words):
         ChatTemplate(tokenizer, template).tokenize(CONVERSATION)
+    prompted = read_conversation("here", {"messages": TWICE[1:]}, "messages", system="short")
+    with pytest.raises(FaultyError, match=words.replace("turn 1", "the system prompt").replace("turn 3", "turn 2")):
+        ChatTemplate(tokenizer, template).tokenize(prompted)
 
 
 @pytest.mark.parametrize("first", ["", "system\nYou help."])

@@ -21,7 +21,8 @@ from trainer_lib.errors import DataError
 from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
 from trainer_lib.recipes.preference_optimization import preference_losses
 from trainer_lib.recipes.reward_modeling import reward_losses
-from trainer_lib.recipes.texts.templates import END, TURN
+from trainer_lib.recipes.texts.answers import log_probabilities
+from trainer_lib.recipes.texts.templates import END, TEMPLATES, TURN
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainflow.flows.new_project.starting import read_sample
 
@@ -52,6 +53,9 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 
 BRIEF = {"role": "system", "content": "brief"}
+TURN_OF_HUMAN = {"from": "human", "value": "one?"}
+OF_HH = "\n\nHuman: one?\n\nAssistant:"
+MORE = {"role": "user", "content": "more?"}
 
 
 @pytest.fixture(scope="module")
@@ -72,21 +76,70 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
         ({"prompt": "one?", "chosen": [GOOD], "rejected": [BAD]}, {}),
         ({"prompt": "one?", "chosen": [BRIEF, GOOD], "rejected": [BRIEF, BAD]}, {}),
         ({"prompt": [USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": [BRIEF, USER], "chosen": [USER, GOOD], "rejected": [USER, BAD]}, {}),
+        ({"prompt": json.dumps([USER]), "chosen": json.dumps([GOOD]), "rejected": json.dumps([BAD])}, {}),
+        ({"conversations": [TURN_OF_HUMAN], "chosen": GOOD, "rejected": BAD}, {"rename": {"conversations": "prompt"}}),
+        ({"prompt": "one?", "chosen": [TURN_OF_HUMAN, GOOD], "rejected": [TURN_OF_HUMAN, BAD]}, {}),
+        ({"chosen": f"{OF_HH} 1", "rejected": f"{OF_HH} two"}, {}),
+        ({"prompt": OF_HH, "chosen": "1", "rejected": "two"}, {}),
+        ({"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "system": "brief"}, {"system": "long"}),
     ],
 )
 @pytest.mark.parametrize("case", [PAIRS, REWARDS], ids=lambda case: case.name)
 def test_pairs_of_each_shape_are_the_same_conversations(
     tmp_path: Path, case: RecipeCase, row: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    made = case.prepare(tmp_path, lines(*[row] * 8), **options, system="brief")
+    made = case.prepare(tmp_path, lines(*[row] * 8), **{"system": "brief", **options})
     rows, tokenizer = made[1]["train"][:1], kept_tokenizer(made[2])
-    new = [{name: each[name] for name in ("prompt", "chosen", "rejected")} for each in rows]
+    new = [{name: each[name] for name in ("prompt", "chosen", "rejected", "system") if name in each} for each in rows]
     for batch in (collate_of(made)(rows), collate_of(made)(new)):
         texts = [tokenizer.decode(row[batch["attention_mask"][at].bool()]) for at, row in enumerate(batch["input_ids"])]
         start = f"{TURN}system\nbrief{END}\n{TURN}user\none?{END}\n{TURN}assistant\n"
         assert texts == [f"{start}1{END}", f"{start}two{END}"]
         answers = [tokenizer.decode(row[row >= 0]) for row in batch["targets"]]
         assert answers == [f"1{END}", f"two{END}"]
+
+
+@pytest.mark.parametrize(("options", "scored"), [({}, "11"), ({"loss_on": "last"}, "1")])
+def test_of_answers_with_several_turns_all_turns_of_the_assistant_are_scored(
+    tmp_path: Path, options: dict[str, Any], scored: str
+) -> None:
+    row = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, BAD, MORE, BAD]}
+    made = PAIRS.prepare(tmp_path, lines(*[row] * 8), **options)
+    batch, tokenizer = collate_of(made)(made[1]["train"][:1]), kept_tokenizer(made[2])
+    answers = [tokenizer.decode(targets[targets >= 0]) for targets in batch["targets"]]
+    assert answers == ["".join(f"{mark}{END}" for mark in scored), "".join(f"two{END}" for _ in scored)]
+    assert batch["lengths"].tolist() == [[(batch["targets"][at] >= 0).sum() for at in range(2)]]
+    own = log_probabilities(made[0].build_model({}, made[2]), batch)
+    assert batch["reference"].flatten().tolist() == pytest.approx(own.tolist(), rel=1e-5)
+
+
+def test_tools_of_a_pair_are_given_to_the_template(tmp_path: Path) -> None:
+    row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "f"}]}
+    template = f"{{{{ tools[0].name if tools else 'none' }}}}{TEMPLATES['chatml']}"
+    made = PAIRS.prepare(tmp_path, lines(*[row] * 8), template=template)
+    new = {name: made[1]["train"][0][name] for name in row}
+    for rows in (made[1]["train"][:1], [new], [{"prompt": "one?", "tools": new["tools"]}]):
+        for ids in collate_of(made)(rows)["input_ids"]:
+            assert kept_tokenizer(made[2]).decode(ids).startswith(f"f{TURN}user")
+    refused = PAIRS.refused(tmp_path, lines(*[row] * 8), template="chatml")
+    assert "it has tools, and the template has no place for them" in str(refused)
+
+
+def test_all_faulty_pairs_are_listed_in_the_order_of_the_rows(tmp_path: Path) -> None:
+    good = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
+    bad = [{**good, "rejected": [{"role": "bot", "content": "a"}]}, {**good, "prompt": [{**USER, "content": ""}]}]
+    refused = str(PAIRS.refused(tmp_path, lines(*[good] * 6, *bad)))
+    second = refused.index("row 7 (line 8): turn 1: it is empty")
+    assert refused.rindex("row 6 (line 7): turn 2: the role 'bot' is unknown") < second
+    other = {"prompt": "two?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
+    refused = str(PAIRS.refused(tmp_path, lines(*[other] * 8)))
+    assert (
+        "row 0 (line 1): the answers begin with a turn of the user, and the prompt is another text: 'two?'" in refused
+    )
+    trims, alike = TEMPLATES["chatml"].replace("'content']", "'content'] | trim"), {**GOOD, "content": "1 "}
+    refused = str(PAIRS.refused(tmp_path, lines(*[{**good, "rejected": [alike]}] * 8), template=trims))
+    assert "row 0 (line 1), columns 'chosen' and 'rejected': the two answers are alike" in refused
 
 
 def test_lists_in_one_file_and_texts_in_another_are_refused(tmp_path: Path) -> None:

@@ -108,8 +108,7 @@ class TabularRows:
         with naming_sources(SOURCES):
             with self._noting():
                 self._set_up(way, out)
-            if self._problems:
-                raise _list_problems(self._problems)
+            raise_listed(self._problems)
 
     @property
     def _has_class(self) -> bool:
@@ -543,15 +542,17 @@ class TextRows(TabularRows):
         return self.table.texts(self.options[option])
 
 
-def _list_problems(problems: Sequence[DataError]) -> DataError:
-    """The first problem, with a list of all of them where there are several, and what settles them."""
+def raise_listed(problems: Sequence[DataError]) -> None:
+    """Raise the first problem, with a list of all of them where there are several, and what settles them."""
+    if not problems:
+        return
     first, *others = problems
     if not others:
-        return first
+        raise first
     lines = [f"  {problem.message}\n    -> {problem.remedy or 'Correct the file.'}" for problem in problems[:_LISTED]]
     lines += [f"  and {len(problems) - _LISTED:,} more"] if len(problems) > _LISTED else []
     what = "\n".join([f"{first.message}\n", "All that prepare-data found:", *lines])
-    return DataError(what, field=first.field, value=first.value, remedy=first.remedy)
+    raise DataError(what, field=first.field, value=first.value, remedy=first.remedy)
 
 
 def _folded(value: Any, place: str, *, reading: Reading) -> Any:

@@ -7,8 +7,7 @@ training holds one model, and a continued run has the same numbers.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.model_places import (
     DTYPES,
@@ -33,9 +31,9 @@ from trainer_lib.recipes.shared.model_places import (
 )
 from trainer_lib.recipes.shared.recipe_options import TEXTS, require_choice
 from trainer_lib.recipes.tables.cells import read_exact_text
-from trainer_lib.recipes.tables.rows import FIELD, TextRows
+from trainer_lib.recipes.tables.rows import FIELD, TextRows, raise_listed
 from trainer_lib.recipes.tables.table_files import NOTE, SOURCES, Reader, note_form
-from trainer_lib.recipes.texts.conversations import Conversation, read_conversation
+from trainer_lib.recipes.texts.conversations import parse_turns, read_conversation, role_of, split_prompts, turns_of
 from trainer_lib.recipes.texts.packed_batches import (
     NO_TARGET,
     batch_prompts,
@@ -59,6 +57,7 @@ ANSWERED: dict[str, Any] = {
     "prompt": "prompt",  # column with the prompts, which answers follow at once
     "template": None,  # of conversations, as of supervised-fine-tuning; with it texts are turns as well
     "system": None,  # the first turn of conversations that have no turn of the system
+    "loss_on": "assistant",  # turns of the assistant behind the prompt, or the last of these
     "max_length": 512,  # tokens of a prompt with an answer; longer answers are cut
 }
 """The options of rows with prompts and answers, with their defaults."""
@@ -76,6 +75,10 @@ POLICY: dict[str, Any] = {
     "new_tokens": 64,  # the most tokens of an answer that is generated for a new prompt
 }
 """The settings of a model that begins as the reference, with their defaults."""
+CONTEXT = ("tools", "system")
+"""Columns that conversations may have besides prompts and answers, as rows of supervised-fine-tuning have them."""
+_LOSSES = ("assistant", "last")
+_Scored = tuple[list[int], np.ndarray]  # tokens, and which of them are scored
 _TOGETHER = 16  # answers that the reference scores at a time
 
 
@@ -99,19 +102,25 @@ class AnsweredPrompts(TextRows):
 
     @override
     def _readers(self) -> Mapping[str, Reader]:
-        return {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answers)}
+        turns = {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answers)}
+        return {**dict.fromkeys(CONTEXT, _read_context), **turns}
 
     def _read_turns(self, name: str, value: Any, where: str) -> str | None:
         """A text as it is, whose spaces are tokens too; or a list of turns as JSON, where all of the column are."""
+        value = [value] if isinstance(value, Mapping) else value
         is_list = isinstance(value, list | tuple)
-        if value is not None and self._has_lists.setdefault(name, is_list) != is_list:
-            what = "a list is not a text" if is_list else "a text is not a list of turns"
+        has_turns = is_list or (isinstance(value, str) and any(map(role_of, parse_turns(value) or ())))
+        if value is not None and self._has_lists.setdefault(name, has_turns) != has_turns:
+            what = "a list is not a text" if has_turns else "a text is not a list of turns"
             raise DataError(f"{where}: {what}, as the rows before have it.", field="rows")
         return (json.dumps(value) if value else None) if is_list else read_exact_text(value, where)
 
     @override
     def _features(self) -> list[str]:
-        lacks = self.options["prompt"] not in self.table.columns and (self.is_chat or not self.needs_prompt)
+        lacks = self.options["prompt"] not in self.table.columns
+        if lacks and self.needs_prompt and not self.is_chat:
+            remedy = f"Name their column: {FIELD}.prompt=NAME. Or give lists of turns, which begin with the prompt."
+            raise DataError("The data has no prompts.", field=f"{FIELD}.prompt", remedy=remedy)
         self.text_options = self.answers if lacks else ("prompt", *self.answers)
         return super()._features()
 
@@ -120,8 +129,16 @@ class AnsweredPrompts(TextRows):
         columns = [self.texts_of(name) for name in self.text_options]
         columns = columns if "prompt" in self.text_options else [[""] * len(self.table), *columns]
         if self.is_chat:
-            columns = split_prompts(*columns)
+            columns = split_prompts(*columns, places=self.table.places)
         return dict(zip(("prompt", *self.answers), columns, strict=True))
+
+    @cached_property
+    def context(self) -> dict[str, list[str]]:
+        """The columns of `CONTEXT` that the table has, as texts ``[rows]``; of texts without turns none."""
+        names = [name for name in CONTEXT if name in self.table.columns]
+        if names and not self.is_chat:
+            self._warn(names, "texts have no turns (prepare.options.template makes turns of them)")
+        return {name: self.table.texts(name) for name in names} if self.is_chat else {}
 
     def tokenize(self, texts: Mapping[str, Sequence[str]], out: PrepareOutput) -> dict[str, list[dict[str, Any]]]:
         """Find a tokenizer for these texts, and make the tokens of answers, by option; note how they are made.
@@ -136,6 +153,7 @@ class AnsweredPrompts(TextRows):
         chosen = self.options
         if (place := one_of(chosen, field=FIELD)) is not None:
             require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
+        require_choice(chosen["loss_on"], _LOSSES, field=f"{FIELD}.loss_on")
         train = (texts[name][row] for row in self.splits["train"].tolist() for name in texts)
         if self.is_chat:
             turns = (turn for text in train for turn in turns_of(text, "user") if isinstance(turn, Mapping))
@@ -143,15 +161,16 @@ class AnsweredPrompts(TextRows):
         else:
             tokenizer = find_tokenizer(chosen, train, out, of_bytes=True)
         names = {name: chosen[name] for name in ("prompt", *self.answers)}
+        known = [*names.values(), *(CONTEXT if self.is_chat else ())]
         needed = {chosen["prompt"]: "exact"} if "prompt" in self.text_options else {}
         out.info.update(
-            {**names, "max_length": chosen["max_length"], "is_chat": self.is_chat, "system": chosen["system"]},
-            new_columns=dict.fromkeys(names.values(), "string"),
+            {**names, **{name: chosen[name] for name in ("max_length", "system", "loss_on")}, "is_chat": self.is_chat},
+            new_columns=dict.fromkeys(known, "string"),
             ends={name: getattr(tokenizer, name) for name in ENDS},
-            **note_form(needed, chosen, optional=list(names.values())),
+            **note_form(needed, chosen, optional=known),
         )
         out.info[NOTE]["turns"] = self.is_chat
-        reader = AnswerReader(tokenizer, out.info, self.table.places, field=f"{FIELD}.max_length")
+        reader = AnswerReader(tokenizer, out.info, self.table.places, self.context, is_new=False)
         answers = {name: column for name, column in texts.items() if name != "prompt"}
         found, out.info["cut_answers"] = reader.read(texts["prompt"], list(answers.values()))
         return dict(zip(answers, found, strict=True))
@@ -161,8 +180,7 @@ class AnsweredPrompts(TextRows):
     ) -> dict[str, list[float]]:
         """The columns `reference_…` with the logarithms of answers' probabilities by the reference, which is noted.
 
-        Raises:
-            DataError: one is not finite. ConfigError: transformers cannot load the model.
+        Raises DataError: one is not finite. ConfigError: transformers cannot load the model.
         """
         chosen, place = self.options, one_of(self.options, field=FIELD)
         require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
@@ -179,39 +197,9 @@ class AnsweredPrompts(TextRows):
         return {f"reference_{name}": column for name, column in zip(answers, columns, strict=True)}
 
 
-def _parse(text: str) -> list[Any] | None:
-    """The turns that a text has as JSON; None for any other text."""
-    with suppress(ValueError):
-        turns = parse_json(text) if text.startswith("[") else None
-        return turns if isinstance(turns, list) else None
-    return None
-
-
-def turns_of(text: str, role: str) -> list[Any]:
-    """The turns that a text has as JSON; any other text is a turn of this role."""
-    turns = _parse(text)
-    return ([{"role": role, "content": text}] if text else []) if turns is None else turns
-
-
-def split_prompts(*columns: Sequence[str]) -> list[list[str]]:
-    """Prompts and answers ``[columns, rows]``, where answers are whole conversations without the turns of the prompt.
-
-    These are the turns that all of them begin with, and of a single one all but the last. So they are where answers
-    are lists and prompts are not, or are such a beginning. A text that stands in none of these turns follows them.
-    """
-    found = []
-    for prompt, *answers in zip(*columns, strict=True):
-        turns = [_parse(answer) or [] for answer in answers]
-        most, shared = min(map(len, turns)) - 1, 0
-        while shared < most and all(conversation[shared] == turns[0][shared] for conversation in turns):
-            shared += 1
-        begun, asked, is_text = turns[0][:shared], turns_of(prompt, "user"), _parse(prompt) is None
-        if most >= 0 and (is_text or begun[: len(asked)] == asked):
-            has_question = any(isinstance(turn, Mapping) and turn.get("role") == "user" for turn in begun)
-            begun += asked if is_text and not has_question else []
-            prompt, *answers = map(json.dumps, (begun, *(conversation[shared:] for conversation in turns)))
-        found.append((prompt, *answers))
-    return [list(column) for column in zip(*found, strict=True)]
+def _read_context(value: Any, where: str) -> str | None:
+    """A text as it is, or a list as JSON."""
+    return json.dumps(value) if isinstance(value, list | tuple) else read_exact_text(value, where)
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -219,32 +207,37 @@ class AnswerReader:
     """Makes tokens of prompts with answers: of texts as they are, or of turns by the tokenizer's chat template.
 
     Args:
-        info: what prepare noted: `max_length`, `prompt`, and for conversations `is_chat` and `system`.
+        info: what prepare noted: `max_length`, `prompt`, and for conversations `is_chat`, `system` and `loss_on`.
         places: of the rows, for errors.
-        field: the setting that is to blame for long prompts.
+        context: columns of `CONTEXT`.
+        is_new: errors are about new rows.
     """
 
-    def __init__(self, tokenizer: Any, info: Mapping[str, Any], places: Sequence[str], *, field: str = "rows") -> None:
-        self._tokenizer, self._info, self._places, self._field = tokenizer, info, places, field
-        self._template = ChatTemplate(tokenizer, None) if info.get("is_chat") else None
+    def __init__(
+        self,
+        tokenizer: Any,
+        info: Mapping[str, Any],
+        places: Sequence[str],
+        context: Mapping[str, Sequence[str]],
+        *,
+        is_new: bool = True,
+    ) -> None:
+        self._tokenizer, self._info, self._places, self._context = tokenizer, info, places, context
+        self._sources, self._limit = ("rows", "rows") if is_new else (SOURCES, f"{FIELD}.max_length")
+        self._template: Any = ChatTemplate(tokenizer, None) if info.get("is_chat") else None
 
     def read(self, prompts: Sequence[str], answers: Sequence[Sequence[str]]) -> tuple[list[list[dict[str, Any]]], int]:
         """Columns of answers, as rows that `collate_documents` takes, and how many of them are cut.
 
-        Raises:
-            DataError: a prompt leaves no room for an answer, or the template does not take a row.
+        Raises DataError: a prompt leaves no room for an answer, or the template does not take rows, which are listed.
         """
-        found, cut, longest = [], 0, self._info["max_length"]
-        bare = self.ask(prompts) if self._template is None else []
-        for texts in answers:
-            if self._template is None:
-                made = self._follow(bare, texts)
-            else:
-                render = partial(_render, self._template, self._info["system"])
-                made = list(map(render, self._places, prompts, texts))
-            self._require_room([start for _, start in made])
-            cut += sum(len(tokens) > longest for tokens, _ in made)
-            rows = [(tokens[:longest], np.arange(min(len(tokens), longest)) >= start) for tokens, start in made]
+        longest = self._info["max_length"]
+        made = self._render_all(prompts, answers) if self._template else self._follow_all(self.ask(prompts), answers)
+        found, cut = [], 0
+        for column in made:
+            self._require_room([int(is_answer.argmax()) for _, is_answer in column])
+            cut += sum(len(tokens) > longest for tokens, _ in column)
+            rows = [(tokens[:longest], is_answer[:longest]) for tokens, is_answer in column]
             found.append([{"input_ids": ids, "lengths": [len(ids)], "trained": is_answer} for ids, is_answer in rows])
         return found, cut
 
@@ -255,15 +248,50 @@ class AnswerReader:
             made = self._tokenizer(list(prompts), verbose=False)["input_ids"] if prompts else []
             made = [ids[:-1] if end is not None and len(ids) > 1 and ids[-1] == end else ids for ids in made]
         else:
-            made = list(map(partial(_ask, self._template, self._info["system"]), self._places, prompts))
+            made = [self._render(row, prompt)[0] for row, prompt in enumerate(prompts)]
         self._require_room(list(map(len, made)))
         return made
 
-    def _follow(self, prompts: Sequence[list[int]], answers: Sequence[str]) -> list[tuple[list[int], int]]:
-        """Prompts and their answers, all with the token for the end, and where answers begin."""
-        end = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id]
-        made = self._tokenizer(list(answers), add_special_tokens=False, verbose=False)["input_ids"]
-        return [([*prompt, *tokens, *end], len(prompt)) for prompt, tokens in zip(prompts, made, strict=True)]
+    def _follow_all(self, prompts: Sequence[list[int]], answers: Sequence[Sequence[str]]) -> list[list[_Scored]]:
+        """Prompts and their answers, all with the token for the end."""
+        end, found = [] if self._tokenizer.eos_token_id is None else [self._tokenizer.eos_token_id], []
+        for texts in answers:
+            made = self._tokenizer(list(texts), add_special_tokens=False, verbose=False)["input_ids"]
+            whole = [([*prompt, *tokens, *end], len(prompt)) for prompt, tokens in zip(prompts, made, strict=True)]
+            found.append([(tokens, np.arange(len(tokens)) >= start) for tokens, start in whole])
+        return found
+
+    def _render_all(self, prompts: Sequence[str], answers: Sequence[Sequence[str]]) -> list[list[_Scored]]:
+        """Conversations with the answers. Raises DataError with all rows that the template does not take."""
+        found, problems = list[list[_Scored]](), dict[str, DataError]()
+        for row, (prompt, *texts) in enumerate(zip(prompts, *answers, strict=True)):
+            try:
+                found.append([self._render(row, prompt, text) for text in texts])
+            except DataError as error:
+                problems[error.message] = error
+        raise_listed(list(problems.values()))
+        return [list(column) for column in zip(*found, strict=True)]
+
+    def _render(self, row: int, prompt: str, answer: str | None = None) -> _Scored:
+        """A conversation up to the end of its last answer; without an answer with the request for one."""
+        turns = turns_of(answer or "", "assistant")
+        values: dict[str, Any] = {name: column[row] for name, column in self._context.items()}
+        values |= {"prompt": turns_of(prompt, "user"), **({} if answer is None else {"completion": turns})}
+        place, system = self._places[row], self._info["system"]
+        conversation = read_conversation(place, values, "prompt", system=system, asks=answer is None)
+        try:
+            if conversation.fault:
+                raise FaultyError(conversation.fault)
+            if answer is None:
+                tokens = self._template.ask(conversation.messages, conversation.tools)
+                return tokens, np.zeros(len(tokens), bool)
+            begun = len(conversation.messages) - len(turns)
+            trained = [number >= begun and is_trained for number, is_trained in enumerate(conversation.trained)]
+            read = self._template.tokenize(conversation._replace(trained=trained), loss_on=self._info["loss_on"])
+        except FaultyError as fault:
+            raise DataError(f"{place}: {fault}.", field=self._sources, remedy="Correct the row.") from fault
+        stop = int(read[1].nonzero()[0][-1]) + 1
+        return read[0][:stop].tolist(), read[1][:stop]
 
     def _require_room(self, starts: Sequence[int]) -> None:
         longest, name = self._info["max_length"], self._info["prompt"]
@@ -271,36 +299,7 @@ class AnswerReader:
             if start >= longest:
                 what = f"{place}, column '{name}': the prompt has {start:,} tokens, and with its answer at most"
                 remedy = "Shorten the prompt, or set a greater max_length, as far as the model reads it."
-                raise DataError(f"{what} {longest:,} are read.", field=self._field, value=longest, remedy=remedy)
-
-
-@contextmanager
-def _reading(
-    place: str, row: Mapping[str, Any], system: str | None, *, field: str, asks: bool = False
-) -> Iterator[Conversation]:
-    """The conversation of a row; its faults, also those that are found inside, raise DataError with its place."""
-    conversation = read_conversation(place, row, "prompt", system=system, asks=asks)
-    try:
-        if conversation.fault:
-            raise FaultyError(conversation.fault)
-        yield conversation
-    except FaultyError as fault:
-        raise DataError(f"{place}: {fault}.", field=field, remedy="Correct the row.") from fault
-
-
-def _ask(template: ChatTemplate, system: str | None, place: str, prompt: str) -> list[int]:
-    """The tokens of a prompt with the beginning of the answer to its last turn."""
-    with _reading(place, {"prompt": turns_of(prompt, "user")}, system, field="rows", asks=True) as conversation:
-        return template.ask(conversation.messages)
-
-
-def _render(template: ChatTemplate, system: str | None, place: str, prompt: str, answer: str) -> tuple[list[int], int]:
-    """The tokens of a conversation up to the end of its last answer, and where that begins."""
-    row = {"prompt": turns_of(prompt, "user"), "completion": turns_of(answer, "assistant")}
-    with _reading(place, row, system, field=SOURCES) as conversation:
-        tokens, is_answer = template.tokenize(conversation, loss_on="last")
-    start, stop = is_answer.nonzero()[0][[0, -1]].tolist()
-    return tokens[: stop + 1].tolist(), start
+                raise DataError(f"{what} {longest:,} are read.", field=self._limit, value=longest, remedy=remedy)
 
 
 def collate_answers(rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Sequence[str]) -> dict[str, Tensor]:
@@ -316,13 +315,15 @@ def collate_answers(rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Se
         DataError: the prompt of a new row leaves no room for an answer, or the template does not take it.
     """
     info, tokenizer = data.info, kept_tokenizer(data)
-    reader = AnswerReader(tokenizer, info, [f"Row {number} of the batch" for number in range(len(rows))])
+    places = [f"Row {number} of the batch" for number in range(len(rows))]
+    context = {name: [row.get(name) or "" for row in rows] for name in CONTEXT if info.get("is_chat")}
+    reader = AnswerReader(tokenizer, info, places, context)
     known = [info[name] for name in names if info[name] in rows[0]]
     columns = [[str(row.get(column, "")) for row in rows] for column in (info["prompt"], *known)]
     if not known:
         ids, mask = batch_prompts(reader.ask(columns[0]), pad=tokenizer.pad_token_id)
         return {"input_ids": ids, "attention_mask": mask}
-    prompts, *texts = split_prompts(*columns) if info.get("is_chat") else columns
+    prompts, *texts = split_prompts(*columns, places=places) if info.get("is_chat") else columns
     answers = [answer for column in reader.read(prompts, texts)[0] for answer in column]
     batch = collate_documents(answers, pad=tokenizer.pad_token_id)
     targets = batch["targets"] = batch.pop("labels")

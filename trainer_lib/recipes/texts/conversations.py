@@ -12,8 +12,12 @@ with `train: false` or `weight: 0` is not trained.
 
 from __future__ import annotations
 
+import json
+import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from typing_extensions import override
@@ -49,6 +53,7 @@ _CALLS = ("function_call", "tool_call")  # of ShareGPT: a turn of the assistant 
 _OF_TURN = {"role", "content", "from", "value", "train", "weight"}
 _OTHER_MEDIA = ("images", "videos", "audios")
 _EXAMPLES = 10
+_SPEAKERS = re.compile(r"\n\n(Human|Assistant):")  # of turns in a text, as of Anthropic's HH-RLHF
 
 
 class Conversation(NamedTuple):
@@ -64,6 +69,7 @@ class Conversation(NamedTuple):
         source: the name of its source in a mixture; None: there is none.
         text: a text without turns, in place of `messages`.
         shape: how its row has it; empty where it is in no shape.
+        first: the number of its first turn for people: 0 for a system prompt in front of the row's own turns, else 1.
     """
 
     place: str
@@ -75,10 +81,15 @@ class Conversation(NamedTuple):
     source: str | None = None
     text: str | None = None
     shape: str = ""
+    first: int = 1
 
     def texts(self) -> list[str]:
         """The texts of its turns, or its only text."""
         return [turn["content"] for turn in self.messages] if self.text is None else [self.text]
+
+    def name_turn(self, number: int) -> str:
+        """What errors call a turn, given its number in `messages`."""
+        return f"turn {number + self.first}" if number + self.first else "the system prompt"
 
 
 class Faults:
@@ -224,11 +235,12 @@ def read_conversation(
         messages.append(message)
     fault = fault or _find_fault(messages, asks=asks)
     trained = [_is_trained(turn) for turn in turns[: len(messages)]]
-    first = row.get("system") or system
-    if first is not None and messages and messages[0]["role"] not in ("system", "developer"):
-        messages.insert(0, {"role": "system", "content": first})
+    first, prompt = 1, row.get("system") or system
+    if prompt is not None and messages and messages[0]["role"] not in ("system", "developer"):
+        messages.insert(0, {"role": "system", "content": prompt})
         trained.insert(0, True)
-    return read._replace(messages=messages, trained=trained, fault=fault)
+        first = 0
+    return read._replace(messages=messages, trained=trained, fault=fault, first=first)
 
 
 def read_question(row: Mapping[str, Any], *, system: str | None = None) -> Conversation:
@@ -371,9 +383,63 @@ def _find_fault(messages: Sequence[Mapping[str, Any]], *, asks: bool = False) ->
         return f"turn {len(messages)}: it is of the {messages[-1]['role']}, and the last turn is to be answered"
     if not asks and not any(message["role"] == "assistant" for message in messages):
         return "the assistant has no turn, so nothing is trained"
-    for number, (message, following) in enumerate(zip(messages, [*messages[1:], {"role": ""}], strict=True), 1):
+    for number, (message, following) in enumerate(pairwise(messages), 1):
         if message.get("tool_calls") and following["role"] != "tool":
             return f"turn {number}: a tool is called, and no turn of a tool follows"
         if message["role"] == following["role"] == "assistant":
             return f"turn {number + 1}: the assistant has two turns in a row"
     return ""
+
+
+# -- prompts with answers, which may be whole conversations ----------------------------------------------------------
+def parse_turns(text: str) -> list[Any] | None:
+    """The turns that a text has as JSON, or behind marks of speakers; None for any other text."""
+    if (marked := _SPEAKERS.split(text))[0] == "" and marked[1:2] == ["Human"]:
+        roles = ("user" if name == "Human" else "assistant" for name in marked[1::2])
+        found = [{"role": role, "content": said.strip()} for role, said in zip(roles, marked[2::2], strict=True)]
+        return found if found[-1]["content"] else found[:-1]  # it asks for an answer
+    with suppress(ValueError):
+        turns = parse_json(text) if text.startswith("[") else None
+        return turns if isinstance(turns, list) else None
+    return None
+
+
+def turns_of(text: str, role: str) -> list[Any]:
+    """The turns that a text has; any other text is a turn of this role."""
+    turns = parse_turns(text)
+    return ([{"role": role, "content": text}] if text else []) if turns is None else turns
+
+
+def split_prompts(*columns: Sequence[str], places: Sequence[str]) -> list[list[str]]:
+    """Prompts and answers ``[columns, rows]``, where answers are whole conversations without the turns of the prompt.
+
+    These are the turns that all of them begin with, and of a single one all but the last. So they are where answers
+    are lists and prompts are not, or begin or end with such turns. A text follows them where no user has a turn.
+
+    Raises:
+        DataError: a text is not what a user says in these turns.
+    """
+    found = []
+    for place, prompt, *answers in zip(places, *columns, strict=True):
+        turns = [parse_turns(answer) or [] for answer in answers]
+        most, shared = min(map(len, turns)) - 1, 0
+        while shared < most and all(conversation[shared] == turns[0][shared] for conversation in turns):
+            shared += 1
+        begun, asked, is_text = turns[0][: max(shared, 0)], turns_of(prompt, "user"), parse_turns(prompt) is None
+        is_end = bool(begun) and asked[-len(begun) :] == begun
+        if most >= 0 and (is_text or is_end or begun[: len(asked)] == asked):
+            users = (turn for turn in begun if role_of(turn) in ("user", "human"))
+            questions = [str(turn.get("content") or turn.get("value")) for turn in users]
+            if is_text and questions and not any(prompt.strip() in text or text in prompt for text in questions):
+                what = f"{place}: the answers begin with a turn of the user, and the prompt is another text"
+                remedy = f"Put it into the turns; or leave it out: {FIELD}.rename={{prompt: unused}}."
+                raise DataError(f"{what}: '{prompt[:40]}'.", field="prepare.sources", remedy=remedy)
+            begun = asked if is_end else begun + (asked if is_text and not questions else [])
+            prompt, *answers = map(json.dumps, (begun, *(conversation[shared:] for conversation in turns)))
+        found.append((prompt, *answers))
+    return [list(column) for column in zip(*found, strict=True)]
+
+
+def role_of(turn: Any) -> str:
+    """The role of a turn as its row has it; empty for what is not a turn."""
+    return str(turn.get("role") or turn.get("from") or "") if isinstance(turn, Mapping) else ""

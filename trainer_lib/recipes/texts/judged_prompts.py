@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
@@ -21,6 +21,9 @@ from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.shared.model_places import as_it_began
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
 from trainer_lib.recipes.texts.packed_batches import generate, known_ends
+
+if TYPE_CHECKING:
+    from trainer_lib.recipes import DataInfo
 
 FIELD = "evaluate.options"
 FILE = "prompts.json"
@@ -46,11 +49,7 @@ class Prompt:
 
     @classmethod
     def read(cls, entry: object) -> Prompt:
-        """A prompt of the spec.
-
-        Raises:
-            ConfigError: it is neither a text nor a text with what is expected.
-        """
+        """A prompt of the spec. Raises ConfigError: it is neither a text nor a text with what is expected."""
         given = {"prompt": entry} if isinstance(entry, str) else entry
         if (
             isinstance(given, Mapping)
@@ -75,28 +74,15 @@ def _plain(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(".")
 
 
-@dataclass(frozen=True)
-class Wording:
-    """The conversion of prompts to tokens.
-
-    Attributes:
-        ask: the tokens of a prompt.
-        length: the most tokens of a prompt with an answer.
-    """
-
-    tokenizer: Any
-    ask: Callable[[str], Sequence[int]]
-    length: int
-
-
 def answer_prompts(
-    model: nn.Module, wording: Wording, options: Mapping[str, Any], first: Callable[[], nn.Module] | None
+    model: nn.Module, tokenizer: Any, ask: Callable[[str], Sequence[int]], data: DataInfo, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
     """Answer `evaluate.options.prompts`: what `after_evaluate` returns.
 
     Args:
         model: in evaluation mode.
-        first: builds the model as it was before training.
+        ask: the tokens of a prompt.
+        data: its `length` is that of a prompt with an answer, at most.
 
     Raises:
         ConfigError: an option is wrong, or a prompt and its answer exceed the length.
@@ -107,18 +93,18 @@ def answer_prompts(
     prompts = [Prompt.read(entry) for entry in chosen["prompts"]]
     if not prompts:
         return {}
-    asked = [wording.ask(prompt.text) for prompt in prompts]
-    most = max(wording.length, getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0)
+    asked = [ask(prompt.text) for prompt in prompts]
+    most = max(data.info["length"], getattr(getattr(model, "config", None), "max_position_embeddings", None) or 0)
     for prompt, tokens in zip(prompts, asked, strict=True):
         if not tokens or not 0 < chosen["sample_tokens"] <= most - len(tokens):
             what = f"{len(tokens):,} tokens and {chosen['sample_tokens']:,} new ones do not fit {most:,}."
             remedy = "Shorten it, or set sample_tokens."
             raise ConfigError(what, field=f"{FIELD}.prompts", value=prompt.text[:200], remedy=remedy)
-    now = _measure(model, prompts, asked, wording, chosen)
-    before = None
+    now = _measure(model, prompts, asked, tokenizer, chosen)
+    before, first = None, data.build_first
     if chosen["before"] and (first is not None or hasattr(model, "disable_adapter")):
         with as_it_began(model, partial(_build_again, model, first)) as began:
-            before = _measure(began, prompts, asked, wording, chosen)
+            before = _measure(began, prompts, asked, tokenizer, chosen)
     return {"metrics": dict(_compare(now, before)), "files": _write(prompts, now, before)}
 
 
@@ -135,11 +121,11 @@ class _Measured:
 
 
 def _measure(
-    model: Any, prompts: Sequence[Prompt], asked: Sequence[Sequence[int]], wording: Wording, chosen: Mapping[str, Any]
+    model: Any, prompts: Sequence[Prompt], asked: Sequence[Sequence[int]], tokenizer: Any, chosen: Mapping[str, Any]
 ) -> _Measured:
-    make = partial(generate_with_vllm, wording.tokenizer) if chosen["generate_with"] == "vllm" else generate
+    make = partial(generate_with_vllm, tokenizer) if chosen["generate_with"] == "vllm" else generate
     made = make(model, asked, chosen["sample_tokens"])
-    answers = wording.tokenizer.batch_decode(made, skip_special_tokens=True)
+    answers = tokenizer.batch_decode(made, skip_special_tokens=True)
     right = [
         prompt.judges(answer, chosen["judge"]) if prompt.expected else None
         for prompt, answer in zip(prompts, answers, strict=True)
@@ -204,8 +190,7 @@ def generate_with_vllm(
 ) -> list[list[int]]:
     """As `generate`, by vLLM, which reads a copy of the model from a folder; adapters are merged into it.
 
-    Raises:
-        MissingExtraError: vLLM is not installed.
+    Raises MissingExtraError: vLLM is not installed.
     """
     try:
         import vllm

@@ -118,8 +118,7 @@ class ChatTemplate:
     def render(self, conversation: Conversation, turns: int | None = None, *, asks: bool = False) -> str:
         """The text of the first turns, or of all; `asks`: with the beginning of the assistant's next one.
 
-        Raises:
-            FaultyError: the template does not take the conversation.
+        Raises FaultyError: the template does not take the conversation.
         """
         text: str = self._apply(conversation, turns, tokenize=False, add_generation_prompt=asks)
         return text
@@ -148,10 +147,7 @@ class ChatTemplate:
             tokens = self._plain(conversation.text)
             self._require_one_beginning(tokens)
             return tokens, np.ones(len(tokens), bool)
-        for name in ("tools", "tool_calls"):
-            used = conversation.tools if name == "tools" else any(turn.get(name) for turn in conversation.messages)
-            if used and name not in self._text:
-                raise FaultyError(f"it has {name}, and the template has no place for them")
+        self._require_places(conversation)
         self._require_all_turns(conversation)
         answers = [number for number, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
         wanted = answers if loss_on == "assistant" else answers[-1:]
@@ -165,8 +161,8 @@ class ChatTemplate:
         trained = np.zeros(len(tokens), bool)
         for turn, part in zip(wanted, parts, strict=True):
             if len(part) and int(tokens[part[-1]]) not in self._ends:
-                what = f"turn {turn + 1}: the template ends the answer without a token that means its end"
-                raise FaultyError(what, "unended")
+                what = "the template ends the answer without a token that means its end"
+                raise FaultyError(f"{conversation.name_turn(turn)}: {what}", "unended")
             trained[part] = True
         if loss_on == "all":
             trained[:] = True
@@ -184,6 +180,12 @@ class ChatTemplate:
         if len(tokens) > 1 and tokens[0] == tokens[1] == self.tokenizer.bos_token_id:
             raise FaultyError("its text begins with two tokens for the beginning", "doubled")
 
+    def _require_places(self, conversation: Conversation) -> None:
+        for name in ("tools", "tool_calls"):
+            used = conversation.tools if name == "tools" else any(turn.get(name) for turn in conversation.messages)
+            if used and name not in self._text:
+                raise FaultyError(f"it has {name}, and the template has no place for them")
+
     def _require_all_turns(self, conversation: Conversation) -> None:
         """Raise FaultyError for a turn whose role the template has no place for, so that its text is lost."""
         others = [number for number, turn in enumerate(conversation.messages) if turn["role"] not in _TALKERS]
@@ -194,7 +196,7 @@ class ChatTemplate:
                 changed[number] = {**turn, "content": f"{turn['content']} {number}"}
                 if self.render(conversation._replace(messages=changed)) == text:
                     what = f"the template leaves it out, as it has no place for the {turn['role']} there"
-                    raise FaultyError(f"turn {number + 1}: {what}")
+                    raise FaultyError(f"{conversation.name_turn(number)}: {what}")
 
     def _marked(self, conversation: Conversation) -> tuple[np.ndarray, list[np.ndarray]]:
         """The tokens, and the numbers of those of the parts that the template marks."""
@@ -222,7 +224,7 @@ class ChatTemplate:
                 what = "the template writes the turns up to it in another way when others follow"
                 is_last = all(later["role"] != "assistant" for later in conversation.messages[turn + 1 :])
                 remedy = "" if is_last else f" ({FIELD}.loss_on=last trains the last answer alone)"
-                raise FaultyError(f"turn {turn + 1}: {what}, so its tokens are not known{remedy}")
+                raise FaultyError(f"{conversation.name_turn(turn)}: {what}, so its tokens are not known{remedy}")
         bare = whole.rstrip()
         return len(before), len(bare if bare.endswith(self._added) else whole)
 
@@ -232,18 +234,19 @@ class ChatTemplate:
         return whole[: whole.find(request)] + request
 
     def show(self, conversation: Conversation, *, loss_on: str, most: int) -> list[tuple[str, bool]]:
-        """The text of the first tokens in parts, with whether they are trained.
-
-        Raises:
-            FaultyError: as `tokenize`.
-        """
+        """The text of the first tokens in parts, with whether they are trained. Raises FaultyError as `tokenize`."""
         tokens, trained = (values[:most] for values in self.tokenize(conversation, loss_on=loss_on))
         edges = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(tokens)]
         return [(self.tokenizer.decode(tokens[start:stop]), bool(trained[start])) for start, stop in pairwise(edges)]
 
     def ask(self, messages: Sequence[dict[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        """The tokens of turns with the beginning of the assistant's answer. Raises FaultyError as `render`."""
-        text = self.render(Conversation("", list(messages), [], tools, {}), asks=True)
+        """The tokens of turns with the beginning of the assistant's answer.
+
+        Raises FaultyError as `render`, or the template has no place for tools.
+        """
+        conversation = Conversation("", list(messages), [], tools, {})
+        self._require_places(conversation)
+        text = self.render(conversation, asks=True)
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return tokens
 
