@@ -249,6 +249,7 @@ class Engine:
         self._trainer = trainer
         self._events = events
         self.given_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+        self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
         self.outside = OutsideParameters(trainer)
         self._has_trained = False
         self._measures_norm = False
@@ -328,6 +329,7 @@ class Engine:
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
+        self._known_schedule = (None, False)
         self.strategy.release()
         self.use_optimizers(*self.given_optimizers)
 
@@ -440,7 +442,9 @@ class Engine:
         rate = trainer._get_learning_rate()  # of this step: below, the schedule goes on to the next, in the same tensor
         run.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         schedule = trainer.lr_scheduler
-        if schedule is not None and not follows_metric(schedule):
+        if schedule is not self._known_schedule[0]:
+            self._known_schedule = schedule, follows_metric(schedule)
+        if schedule is not None and not self._known_schedule[1]:
             schedule.step()
         optimizer.zero_grad()
         for other in self._others:
