@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import datetime
+from types import NoneType
 from typing import Any, NoReturn
 
 from trainer_lib.base.json_text import BrokenSealError, parse_record, parse_sealed, render_sealed
@@ -168,6 +169,11 @@ def read_record(folder: Store, on_damage: Callable[[DamagedError], object] = _wa
             members = value.values() if isinstance(value, dict) else value
             if not isinstance(value, kind) or not all(isinstance(member, inner) for member in members):
                 raise ValueError(f"its field '{name}' is of another type")
+        seconds = [outcome.get("seconds") for outcome in (record.get("outcomes") or {}).values()]
+        if not all(type(value) in (int, float, NoneType) for value in seconds):
+            raise ValueError("the time of a stage is not a number")
+        if any(type(value) is int and value.bit_length() > 1000 for value in (record.get("metrics") or {}).values()):
+            raise ValueError("a metric has too many digits")
         return record
     except (ValueError, DamagedError) as error:
         problem = "it is too large" if isinstance(error, DamagedError) else str(error)

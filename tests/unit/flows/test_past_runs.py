@@ -41,6 +41,8 @@ ODD_SHAPES = (
     '{"name": "toy", "stages": {"train": 1}}',
     '{"name": "toy", "outcomes": [1]}',
     '{"name": "a", "name": "b"}',
+    '{"name": "toy", "outcomes": {"train": {"seconds": "9"}}}',
+    f'{{"name": "toy", "metrics": {{"loss": {10**400}}}}}',
 )
 FIRST, SECOND, OTHER = "3fa9c1d2e4b50617", "3fa9ffd2e4b50617", "b81c0000aaaa2222"
 
