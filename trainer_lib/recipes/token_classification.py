@@ -42,15 +42,21 @@ if TYPE_CHECKING:
 
 # -- metrics of tagged words, next to the tag that the word has had most often in training -----------------------------
 # A word that training has not seen gets the most frequent tag of all. Entities are those of the tags B-NAME, I-NAME
-# and O: an entity counts where its name and both of its ends are right (Tjong Kim Sang and De Meulder, CoNLL-2003).
+# and O, perhaps with E-NAME or L-NAME (the last word) and S-NAME or U-NAME (the only one): an entity counts where its
+# name and both of its ends are right (Tjong Kim Sang and De Meulder, CoNLL-2003).
 
 
 _OUTSIDE, _USUAL = "O", "usual_tags"
+_FIRST, _LAST = ("B-", "S-", "U-"), ("E-", "L-", "S-", "U-")
 
 
 def has_entities(classes: Sequence[str]) -> bool:
-    """Whether the tags are O, B-NAME and I-NAME."""
-    return _OUTSIDE in classes and all(name == _OUTSIDE or name[:2] in ("B-", "I-") for name in classes)
+    """Whether the tags are those of entities: O, B-NAME, I-NAME and the like."""
+    return _OUTSIDE in classes and not _without_entity(classes)
+
+
+def _without_entity(classes: Sequence[str]) -> list[str]:
+    return [name for name in classes if name != _OUTSIDE and not name.startswith(("I-", *_FIRST, *_LAST))]
 
 
 def measure_tags(
@@ -113,13 +119,14 @@ def _count_entities(
 def _entities(tags: Sequence[int], classes: Sequence[str]) -> set[tuple[int, int, str]]:
     """First word, word behind the last and name of entities; an I- behind another name begins one."""
     found: set[tuple[int, int, str]] = set()
-    start, name = 0, ""
+    start, name, has_ended = 0, "", False
     for place, tag in enumerate([*(classes[tag] for tag in tags), _OUTSIDE]):
-        if name and (tag == _OUTSIDE or tag[:2] == "B-" or tag[2:] != name):
+        if name and (has_ended or tag == _OUTSIDE or tag.startswith(_FIRST) or tag[2:] != name):
             found.add((start, place, name))
             name = ""
         if tag != _OUTSIDE and not name:
             start, name = place, tag[2:]
+        has_ended = tag.startswith(_LAST)
     return found
 
 
@@ -154,8 +161,9 @@ class TaggedRows(TextRows):
         return []
 
     def columns(self) -> tuple[list[list[str]], list[list[str]]]:
-        """The words and the tags of the rows."""
-        return list(self.table.columns[self.options["words"]]), list(self.table.columns[self.label])
+        """The words and the tags of the rows; blanks at the ends of tags do not count."""
+        tags = [list(map(str.strip, row)) for row in self.table.columns[self.label]]
+        return list(self.table.columns[self.options["words"]]), tags
 
     @override
     def classes(self) -> list[str]:
@@ -172,7 +180,20 @@ class TaggedRows(TextRows):
                     what += f" in the split '{split}' is in no row of train."
                     remedy = "Give more rows with it, correct it, or cut the rows in another way."
                     raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
+        self._check_names(known)
         return known
+
+    def _check_names(self, known: Sequence[str]) -> None:
+        """Raise DataError for the mark of a token without a tag, and warn of tags that are no entity's among others."""
+        if str(NO_TARGET) in known:
+            what = f"The tag {NO_TARGET} marks tokens that do not count, and would be learned like any tag."
+            remedy = "Give whole words and one tag for each."
+            raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy=remedy)
+        self._warn_of_cases(self.label, known)
+        odd = _without_entity(known)
+        if odd and len(odd) + (_OUTSIDE in known) < len(known):
+            what = f"The tag '{odd[0]}' is none of an entity (B-NAME, I-NAME, O), as others of '{self.label}' are"
+            self._warnings.append(f"{what}: entities are not measured.")
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:

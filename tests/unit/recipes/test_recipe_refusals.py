@@ -164,6 +164,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (tagged((["a", ""], ["X", "Y"])), {}, "row 9 (line 10), column 'words': number 1 of the list is empty"),
         (FOLDS, BY_COLUMN, "row 1 (line 2): the tag 'Z' of word 0 ('a') in the split 'test' is in no row of train"),
         (jsonl(*[{"words": ["a"], "tags": ["X"]}] * 9), {}, "there is nothing to learn"),
+        (
+            tagged((["a", "b"], ["X", -100])),
+            {"split": {"test": 0.1, "seed": 0}},
+            "The tag -100 marks tokens",
+        ),
         (tagged(), STRATIFIED, "no class to cut by"),
         (tagged(), {"words": "word"}, 'Did you mean "words"?'),
         (tagged(), {"max_lenght": 3}, 'Did you mean "max_length"?'),
@@ -262,5 +267,7 @@ def test_a_recipe_refuses_what_would_spoil_the_training(
 
 
 def test_a_word_of_a_file_in_columns_has_a_tag(tmp_path: Path) -> None:
-    error = RecipeCase("token-classification", "a.conll").refused(tmp_path, "EU\n\n")
-    assert "a.conll, line 1: the word 'EU' has no tag" in error.message
+    case = RecipeCase("token-classification", "a.conll")
+    assert "a.conll, line 1: the word 'EU' has no tag" in case.refused(tmp_path, "EU\n\n").message
+    numbered = case.refused(tmp_path, "# text = EU is\n1 EU B-ORG\n2 is O\n\n1 it O\n")
+    assert "the first column counts the words" in numbered.message

@@ -266,7 +266,9 @@ def test_sentences_in_columns_and_lists_in_parquet_are_the_same_rows(tmp_path: P
     import pyarrow.parquet as pq
 
     rows = [(["EU", "rejects", "it"], ["B-ORG", "O", "O"]), (["Peter", "B", "x"], ["B-PER", "I-PER", "O"])] * 10
-    text = "-DOCSTART- O\n\n" + "\n".join("".join(f"{w} NN {t}\n" for w, t in zip(*row, strict=True)) for row in rows)
+    text = "-DOCSTART- O\r\n\n# id = 1\n" + "\n".join(
+        "".join(f"{w} NN {t}\n" for w, t in zip(*row, strict=True)) for row in rows
+    )
     options: dict[str, Any] = {"split": {"test": 0.3, "validation": 0, "seed": 1}}
     _, first, data = replace(TOKEN, file="a.conll").prepare(tmp_path, text, **options)
     assert data.info["classes"] == ["B-ORG", "B-PER", "I-PER", "O"]
@@ -288,6 +290,10 @@ def test_entities_count_where_name_and_ends_are_right() -> None:
     assert measured["accuracy"] == pytest.approx(6 / 9)
     assert measured["usual_accuracy"] == pytest.approx(3 / 9)
     assert "entity_f1" not in measure_tags(predicted, truth, usual, ["a", "b", "c", "d", "e"])
+    truth, predicted = np.array([[0, 1, 3, 3]]), np.array([[0, 1, 2, 3]])
+    ended = measure_tags(predicted, truth, predicted, ["B-X", "E-X", "O", "S-X"])
+    # Right: X 0-2, X 3-4. Real: also X 2-3.
+    assert [ended["entity_precision"], ended["entity_recall"]] == pytest.approx([1, 2 / 3])
     assert find_usual(zip("aab", (1, 0, 1), strict=True)) == ({"a": 0, "b": 1}, 1)
 
 

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from decimal import Decimal
 from functools import partial
+from statistics import mode
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -37,7 +38,7 @@ from trainer_lib.data.rows.given_rows import parse_text, refuse_row
 from trainer_lib.data.rows.reading import FIELD as READ
 from trainer_lib.data.rows.reading import Reading, folder_columns, looks_like_row, read_sheet, unpack
 from trainer_lib.data.rows.row_sources import RowFile, format_of, packing_of
-from trainer_lib.errors import DataError
+from trainer_lib.errors import DataError, first_line
 from trainer_lib.storage import Store
 
 MAX_LINE_BYTES = 256 << 20
@@ -510,3 +511,60 @@ def read_rows(
                         bad.append(refused)
         finally:
             opened.close()
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+def read_utf8(file: RowFile) -> str:
+    """The text of a file. Raises DataError for one that is not UTF-8."""
+    content = Store.open(file.url, field="NEW_DATA").read_bytes(file.path)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
+        raise DataError(what, field="NEW_DATA", remedy="Write it as UTF-8.") from error
+
+
+def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The sentences of a file in CoNLL's columns behind their places, as two lists: words and tags.
+
+    A line has a word and, in its last column, the tag; an empty line ends a sentence, and comments (# sent_id = 1) may
+    precede one. `names` are those of the columns.
+
+    Raises:
+        DataError: the file is not UTF-8, a line has no tag, or the first column has numbers in place of words.
+    """
+    lines = list(map(_split_line, io.StringIO(f"{read_utf8(file)}\n\n", newline=None)))
+    width = mode(map(len, filter(None, lines)) if any(lines) else [0])
+    words: list[str] = []
+    tags: list[str] = []
+    number, are_numbered = 0, width > 2
+    for line, parts in enumerate(lines, 1):
+        if not words and _is_comment(parts, width):
+            continue
+        if not parts or parts[0] == "-DOCSTART-":
+            if words:
+                are_numbered = are_numbered and words == [str(place) for place in range(1, len(words) + 1)]
+                place = f"{file.address}, sentence {number} (line {line - len(words)})"
+                yield place, dict(zip(names, (words, tags), strict=True))
+                number, words, tags = number + 1, [], []
+            continue
+        if len(parts) < 2 or not parts[-1].strip():
+            raise DataError(f"{file.address}, line {line}: the word '{parts[0][:40]}' has no tag.", field="rows")
+        words.append(parts[0])
+        tags.append(parts[-1])
+    if number and are_numbered:
+        what = f"{file.address}: the first column counts the words of a sentence (1, 2, …), and has to be the word."
+        raise DataError(what, field="rows", remedy="Remove the column of numbers.")
+
+
+def _split_line(line: str) -> list[str]:
+    """The columns of a line: between tabs, or else between spaces; other blanks are parts of words."""
+    if not line.strip():
+        return []
+    return line.strip("\n").split("\t") if "\t" in line else [part for part in line.strip("\n").split(" ") if part]
+
+
+def _is_comment(parts: Sequence[str], width: int) -> bool:
+    """Whether a line before a sentence is a comment, and not the word #."""
+    first = parts[0] if parts else ""
+    return first.startswith("# ") or (first == "#" and (len(parts) != width or "=" in parts[1:-1]))

@@ -24,9 +24,9 @@ from trainer_lib.data.rows.column import Column
 from trainer_lib.data.rows.given_rows import parse_text, refuse_row
 from trainer_lib.data.rows.reading import FIELD as READ
 from trainer_lib.data.rows.reading import Reading
-from trainer_lib.data.rows.row_files import read_rows
-from trainer_lib.data.rows.row_sources import TABLES, RowFile, find_row_files, format_of
-from trainer_lib.errors import DataError, TrainflowError, first_line
+from trainer_lib.data.rows.row_files import read_rows, read_sentences
+from trainer_lib.data.rows.row_sources import TABLES, find_row_files, format_of
+from trainer_lib.errors import DataError, TrainflowError
 from trainer_lib.recipes.tables.cells import (
     USUAL,
     as_float,
@@ -45,7 +45,6 @@ from trainer_lib.recipes.tables.cells import (
     text_of,
 )
 from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
-from trainer_lib.storage import Store
 
 SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
@@ -70,47 +69,12 @@ def naming_sources(field: str) -> Iterator[None]:
         raise
 
 
-def read_utf8(file: RowFile) -> str:
-    """The text of a file. Raises DataError for one that is not UTF-8."""
-    content = Store.open(file.url, field=SOURCES).read_bytes(file.path)
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        what = f"{file.address}: the file is not UTF-8 ({first_line(error)})."
-        raise DataError(what, field="NEW_DATA", remedy="Write it as UTF-8.") from error
-
-
 def renamed_row(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:
     """The columns of a row by their names here. Raises DataError for what is not a mapping."""
     if not isinstance(values, Mapping):
         what = f"{place}: it is a {type(values).__name__}, not a mapping from columns to values."
         raise DataError(what, field="rows")
     return {rename.get(name, name): value for name, value in values.items()}
-
-
-def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The sentences of a file in CoNLL's columns behind their places, as two lists: words and tags.
-
-    A line has a word and, in its last column, the tag; an empty line ends a sentence. `names` are those of the columns.
-
-    Raises:
-        DataError: the file is not UTF-8, or a line has no tag.
-    """
-    words: list[str] = []
-    tags: list[str] = []
-    number = 0
-    for line, text in enumerate([*read_utf8(file).splitlines(), ""], 1):
-        parts = text.split("\t") if "\t" in text else text.split()
-        if not text.strip() or parts[0] == "-DOCSTART-":
-            if words:
-                place = f"{file.address}, sentence {number} (line {line - len(words)})"
-                yield place, dict(zip(names, (words, tags), strict=True))
-                number, words, tags = number + 1, [], []
-            continue
-        if len(parts) < 2 or not parts[-1].strip():
-            raise DataError(f"{file.address}, line {line}: the word '{parts[0][:40]}' has no tag.", field="rows")
-        words.append(parts[0])
-        tags.append(parts[-1].strip())
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------

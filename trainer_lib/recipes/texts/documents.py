@@ -17,12 +17,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.data.rows.row_files import read_rows
+from trainer_lib.data.rows.row_files import read_rows, read_utf8
 from trainer_lib.data.rows.row_sources import FORMATS, RowFile, find_installed_files, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.tables.cells import read_reading, text_of
 from trainer_lib.recipes.tables.splitting import cut_rows, read_split
-from trainer_lib.recipes.tables.table_files import SOURCES, naming_sources, read_utf8, renamed_row
+from trainer_lib.recipes.tables.table_files import SOURCES, naming_sources, renamed_row
 
 FIELD = "prepare.options"
 TEXTS = {".txt": "text", ".text": "text", ".md": "text", ".rst": "text", ".py": "text"}
