@@ -160,12 +160,12 @@ def _is_there(folder: Path, descriptor: int) -> bool:
 
 def settle() -> None:
     """Wait until this process has nothing to do; on a busy machine its queues take longer than the clock suggests."""
-    deadline = time.monotonic() + _SETTLE_MOST_S
-    while time.monotonic() < deadline:
+    deadline, idle = time.monotonic() + _SETTLE_MOST_S, 0
+    while time.monotonic() < deadline and idle < 2:  # once it may only have got no core
         used, began = time.process_time(), time.monotonic()
         time.sleep(_SETTLE_S)
-        if time.process_time() - used < _IDLE_SHARE * (time.monotonic() - began):
-            break
+        is_idle = time.process_time() - used < _IDLE_SHARE * (time.monotonic() - began)
+        idle = idle + 1 if is_idle else 0
 
 
 def _linger_s() -> float:

@@ -81,7 +81,7 @@ class Holder:
             holder = cls(**record)
             texts = (holder.id, holder.machine, holder.started, holder.since)
             is_valid = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
-            is_valid = is_valid and holder.id.isalnum()  # it is the name of a beat
+            is_valid = is_valid and 0 <= holder.pid < 1 << 32 and holder.id.isalnum()  # the id is the name of a beat
             # A day at the most: a file of unknown origin must not lock a folder for ever.
             return holder if is_valid and type(holder.ttl_s) in (int, float) and 0 <= holder.ttl_s <= 86_400 else None
         except (ValueError, TypeError):
