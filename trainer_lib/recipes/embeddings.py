@@ -224,6 +224,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch: `places` and `labels` ``[rows]``, and `input_ids` and `attention_mask` ``[2 rows, tokens]``.
 
     The first half of the texts are the queries, the second half what belongs to them. New rows have queries alone.
+    `is_right` ``[rows, rows]``: which texts of the batch are not wrong for a query.
     """
     info, has_both = data.info, "labels" in rows[0]
     texts = [info["query_prefix"] + row[info["query"]] for row in rows]
@@ -238,7 +239,14 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
         name: torch.tensor([row[column] for row in rows])
         for name, column in (("places", "place"), ("labels", "labels"))
     }
-    return {**numbers, **batch}
+    pairs = [(row[info["query"]], row[info["positive"]]) for row in rows]
+    return {**numbers, **batch, "is_right": _find_right(pairs)}
+
+
+def _find_right(pairs: Sequence[tuple[str, str]]) -> Tensor:
+    """Whether texts are those of pairs with an equal query, or the query itself; bool ``[rows, rows]``."""
+    known = {*pairs, *((query, query) for query, _ in pairs)}
+    return torch.tensor([[(query, text) in known for _, text in pairs] for query, _ in pairs])
 
 
 class Trainer(PlainTrainer):
@@ -255,7 +263,7 @@ class Trainer(PlainTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         queries, positives = self._embed(inputs, model).chunk(2)
-        losses = self._contrast(queries, positives, inputs["labels"])
+        losses = self._contrast(queries, positives, inputs["is_right"])
         loss = mean_of_rows(losses, num_items_in_batch)
         return (loss, {"loss": loss, "embeddings": queries}) if return_outputs else loss
 
@@ -290,7 +298,7 @@ class Trainer(PlainTrainer):
                 return None, queries, None
             known, labels = self._candidates, inputs["labels"]
             right = known.rights(labels)
-            loss = self._contrast(queries, known.embeddings[right], labels).mean()
+            loss = self._contrast(queries, known.embeddings[right], inputs["is_right"]).mean()
             scores = (queries @ known.embeddings.T).float().cpu().numpy()
         ranks = find_ranks(scores, right.cpu().numpy())
         others = [[known.overlap[place], len(known)] for place in inputs["places"].tolist()]
@@ -310,13 +318,13 @@ class Trainer(PlainTrainer):
             pooled = (hidden * weights).sum(dim=1) / weights.sum(dim=1).clamp(min=1)
         return nn.functional.normalize(pooled.float(), dim=-1)
 
-    def _contrast(self, queries: Tensor, positives: Tensor, labels: Tensor) -> Tensor:
-        """The losses of queries ``[rows]``; a text that belongs to one twice in the batch is not a wrong one."""
+    def _contrast(self, queries: Tensor, positives: Tensor, is_right: Tensor) -> Tensor:
+        """The losses of queries ``[rows]``, each of which has one text; the others that are right are not compared."""
         config: Any = self.model.config
         scores = queries @ positives.T / config.embedding_temperature
-        is_same = (labels[:, None] == labels) & ~torch.eye(len(labels), dtype=torch.bool, device=labels.device)
-        right = torch.arange(len(labels), device=labels.device)
-        return nn.functional.cross_entropy(scores.masked_fill(is_same, -torch.inf), right, reduction="none")
+        right = torch.arange(len(scores), device=scores.device)
+        others = is_right & (right[:, None] != right)
+        return nn.functional.cross_entropy(scores.masked_fill(others, -torch.inf), right, reduction="none")
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:

@@ -107,7 +107,7 @@ _FORMS = 'a text, a list of texts, or {"text": [...], "answer_start": [...]}'
 
 
 class Answer(NamedTuple):
-    """A text and the number of its first character in the context; None: the first place that has it."""
+    """A text and the number of its first character in the context; None: the first place that `_find` finds."""
 
     text: str
     start: int | None
@@ -189,7 +189,7 @@ def _answer(text: Any, start: Any, where: str) -> Answer:
 
 
 def _placed(answer: Answer, context: str, place: str) -> Answer:
-    start = context.find(answer.text) if answer.start is None else answer.start
+    start = _find(answer.text, context) if answer.start is None else answer.start
     if start >= 0 and context.startswith(answer.text, start):
         return Answer(answer.text, start)
     where, remedy = "in the context", "Correct it, or leave the row out: an answer is a part of its context."
@@ -197,6 +197,12 @@ def _placed(answer: Answer, context: str, place: str) -> Answer:
         where = f"at character {answer.start} of the context"
         remedy = "Correct the start, or leave it out: the first place then counts."
     raise DataError(f"{place}: the answer '{answer.text[:60]}' is not {where}.", field=SOURCES, remedy=remedy)
+
+
+def _find(text: str, context: str) -> int:
+    """The first place of a text as whole words, or else as a part of some; -1 for none."""
+    whole = re.search(rf"(?<!\w){re.escape(text)}(?!\w)", context)
+    return context.find(text) if whole is None else whole.start()
 
 
 # -- the recipe -------------------------------------------------------------------------------------------------------

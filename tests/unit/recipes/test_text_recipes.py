@@ -370,6 +370,15 @@ def test_accumulated_batches_have_the_mean_of_their_losses(names: Prepared, tmp_
     # A text that belongs to two queries of a batch is not a wrong one.
     same = [{**row, "labels": 0, "character": order[0]["character"]} for row in order[:4]]
     assert float(trainer.compute_loss(model, collate(same)).detach()) == pytest.approx(0, abs=1e-6)
+    # Nor are the other texts of an equal query, nor the query itself.
+    a, b, c = (row["entity"] for row in order[:3])
+    pairs = [{"entity": a, "character": b}, {"entity": a, "character": c}, {"entity": b, "character": a}]
+    batch = collate(
+        [{**row, **pair, "labels": number} for number, (row, pair) in enumerate(zip(order[:3], pairs, strict=True))]
+    )
+    vectors = trainer.predict([{"entity": text} for text in (a, b, c)]).predictions
+    by_hand = np.log1p(np.exp(vectors[1] @ (vectors[2] - vectors[0]) / model.config.embedding_temperature)) / 3
+    assert float(trainer.compute_loss(model, batch).detach()) == pytest.approx(by_hand, rel=1e-4)
 
 
 def test_ranks_of_equal_scores_are_shared() -> None:

@@ -178,7 +178,7 @@ def read_texts(value: Any, where: str) -> list[str] | None:
         return None
     if not isinstance(value, list | tuple):
         what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
-        raise DataError(f"{where}: {what}. A CSV file has no lists.", field="rows")
+        raise DataError(f"{where}: {what}. A CSV file has no lists; JSON lines have.", field="rows")
     for number, name in enumerate(value):
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
             what = "is empty" if name is None or isinstance(name, str) else f"is a {type(name).__name__}, not a text"
