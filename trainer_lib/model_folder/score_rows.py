@@ -79,8 +79,7 @@ class _Scoring:
         self._reader = self._open()
         self._form = self._find_form()
         if loaded.form is not None:  # the first rows are read again
-            for counts in loaded.form.unknown.values():
-                counts.clear()
+            loaded.form.unknown.clear()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="trainflow-rows")
         self._reported = 0.0
         self._predicted = self._num_bad = 0

@@ -415,8 +415,8 @@ def note_form(
 class TableForm:
     """The form of new rows, as `note_form` notes it: `columns` that a row needs, and perhaps an `id_column`.
 
-    Their files are written as those of the training (`reading`). `unknown` counts the texts that no training row has,
-    by their column.
+    Their files are written as those of the training (`reading`). `unknown` has, by column, the number of texts that
+    no training row has, and the first of them.
     """
 
     def __init__(self, note: Mapping[str, Any], label: str | None = None, texts: Any = None) -> None:
@@ -427,7 +427,7 @@ class TableForm:
         self._answer: str = note.get("answer", "number")
         known = texts if isinstance(texts, Mapping) else {}
         self._texts = {name: frozenset(known[name]) for name in self.columns.keys() & known.keys()}
-        self.unknown: dict[str, Counter[str]] = {name: Counter() for name in self._texts}
+        self.unknown: dict[str, tuple[int, str]] = {}
         self._rename: dict[str, str] = dict(note["rename"])
         answer = next((name for name, new in self._rename.items() if new == label), label)
         self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
@@ -447,10 +447,9 @@ class TableForm:
     def describe_unknown(self) -> list[str]:
         """Sentences about the texts that no training row has."""
         return [
-            f"The column '{name}' has a text that no training row has in {counted(found.total(), 'row')}, such as "
-            f"'{found.most_common(1)[0][0][:40]}': such texts are all alike for the model."
-            for name, found in self.unknown.items()
-            if found
+            f"The column '{name}' has a text that no training row has in {counted(count, 'row')}, such as "
+            f"'{first[:40]}': such texts are all alike for the model."
+            for name, (count, first) in self.unknown.items()
         ]
 
     def drops(self, name: str) -> bool:
@@ -478,7 +477,8 @@ class TableForm:
             row[name] = _read(row[name], kind, name, place, self.reading)
         for name, known in self._texts.items():
             if row[name] not in known:
-                self.unknown[name][row[name]] += 1
+                count, first = self.unknown.get(name, (0, ""))
+                self.unknown[name] = count + 1, first or row[name]
         return row
 
     def _gather(self, row: Mapping[str, Any]) -> dict[str, Any]:
