@@ -188,7 +188,7 @@ class RowsJob:
         return numbered_parts(self.store, self.key.digest, self.asked.format)
 
     def workers(self, count: int, threads: int | None) -> list[LaunchConfig]:
-        """The launch of so many workers: on a GPU each, or with a share of the CPU's cores. Raises ConfigError."""
+        """The launches of so many workers, with one GPU or a share of the cores. Raises ConfigError."""
         gpus = [] if self.is_on_cpu else list_visible(os.environ)
         if gpus and count > len(gpus):
             what = f"This machine offers {counted(len(gpus), 'CUDA device')}, and each worker needs its own."

@@ -85,7 +85,7 @@ def read_metric(value: Any) -> str | dict[str, Any]:
 
 
 def read_metric_list(values: list[str | dict[str, Any]]) -> list[str | dict[str, Any]]:
-    """The metrics of a spec, as they are. Raises PydanticCustomError if two results have one name."""
+    """The metrics of a spec, unchanged. Raises PydanticCustomError if two results have one name."""
     try:
         read_metrics(values)
     except ConfigError as error:

@@ -244,9 +244,11 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 def _find_right(pairs: Sequence[tuple[str, str]]) -> Tensor:
-    """Whether texts are those of pairs with an equal query, or the query itself; bool ``[rows, rows]``."""
-    known = {*pairs, *((query, query) for query, _ in pairs)}
-    return torch.tensor([[(query, text) in known for _, text in pairs] for query, _ in pairs])
+    """The texts that are not wrong for a query: of an equal query, or the query itself; bool ``[rows, rows]``."""
+    numbers: dict[str, int] = {}
+    queries, texts = np.array([[numbers.setdefault(text, len(numbers)) for text in pair] for pair in pairs]).T
+    first = queries * len(numbers)
+    return torch.from_numpy(np.isin(first[:, None] + texts, np.concatenate([first + texts, first + queries])))
 
 
 class Trainer(PlainTrainer):
@@ -319,7 +321,7 @@ class Trainer(PlainTrainer):
         return nn.functional.normalize(pooled.float(), dim=-1)
 
     def _contrast(self, queries: Tensor, positives: Tensor, is_right: Tensor) -> Tensor:
-        """The losses of queries ``[rows]``, each of which has one text; the others that are right are not compared."""
+        """The losses of queries ``[rows]``; a text that is right for one is not compared with its own."""
         config: Any = self.model.config
         scores = queries @ positives.T / config.embedding_temperature
         right = torch.arange(len(scores), device=scores.device)

@@ -51,7 +51,7 @@ _FIRST, _LAST = ("B-", "S-", "U-"), ("E-", "L-", "S-", "U-")
 
 
 def has_entities(classes: Sequence[str]) -> bool:
-    """Whether the tags are those of entities: O, B-NAME, I-NAME and the like."""
+    """Return whether the tags are of entities: O, B-NAME, I-NAME and the like."""
     return _OUTSIDE in classes and not _without_entity(classes)
 
 
@@ -187,7 +187,7 @@ class TaggedRows(TextRows):
         """Raise DataError for the mark of a token without a tag, and warn of tags that are no entity's among others."""
         if str(NO_TARGET) in known:
             what = f"The tag {NO_TARGET} marks tokens that do not count, and would be learned like any tag."
-            remedy = "Give whole words and one tag for each."
+            remedy = "Give whole words and a tag for every word."
             raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy=remedy)
         self._warn_of_cases(self.label, known)
         odd = _without_entity(known)

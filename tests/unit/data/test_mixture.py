@@ -75,7 +75,7 @@ def test_rows_come_once_in_each_pass_over_their_source(order: MixtureOrder) -> N
         first += size
         budget = order.mixture.budgets.get(name)
         if budget is not None:
-            assert all(sources_of(order, each).count(name) <= budget for each in epochs)
+            assert all(sources_of(order, rows).count(name) <= budget for rows in epochs)
     assert len(seen) == 3 * order.num_samples
 
 

@@ -148,7 +148,7 @@ def test_answers_of_every_form_are_the_same_rows(tmp_path: Path) -> None:
     found = []
     for form in (squad, pairs, ["Ada", "Ada wrote"]):
         answers = [*[form] * 8, [], "1843"]
-        rows = [{"question": "Who wrote it?", "context": context, "answers": each} for each in answers]
+        rows = [{"question": "Who wrote it?", "context": context, "answers": given} for given in answers]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         _, splits, data = QUESTIONS.prepare(tmp_path, text, split={"validation": 0, "seed": 1})
         found.append(splits)

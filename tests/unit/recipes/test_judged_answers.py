@@ -91,7 +91,7 @@ def test_pairs_of_each_shape_are_the_same_conversations(
 ) -> None:
     made = case.prepare(tmp_path, lines(*[row] * 8), **{"system": "brief", **options})
     rows, tokenizer = made[1]["train"][:1], kept_tokenizer(made[2])
-    new = [{name: each[name] for name in ("prompt", "chosen", "rejected", "system") if name in each} for each in rows]
+    new = [{name: row[name] for name in ("prompt", "chosen", "rejected", "system") if name in row} for row in rows]
     for batch in (collate_of(made)(rows), collate_of(made)(new)):
         texts = [tokenizer.decode(row[batch["attention_mask"][at].bool()]) for at, row in enumerate(batch["input_ids"])]
         start = f"{TURN}system\nbrief{END}\n{TURN}user\none?{END}\n{TURN}assistant\n"

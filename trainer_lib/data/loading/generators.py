@@ -151,7 +151,7 @@ def parts_of_loader(loader: Any) -> list[Any]:
 
 
 class LoaderGenerators:
-    """The torch generators of a user's DataLoader, which go on from epoch to epoch, as in torch.
+    """The torch generators of a user's DataLoader, which continue from epoch to epoch, as in torch.
 
     A loader that restores itself (`state_dict`) restores its generators as well: they are left alone.
     """
@@ -160,16 +160,16 @@ class LoaderGenerators:
         restores_itself = callable(getattr(loader, "state_dict", None))
         found = [getattr(part, "generator", None) for part in (loader, *parts_of_loader(loader))]
         own = [] if restores_itself else [generator for generator in found if isinstance(generator, torch.Generator)]
-        self._own = list(dict.fromkeys(own))
+        self._generators = list(dict.fromkeys(own))
         self._as_given = self._start = self._read()
         self._epoch = 0
         self._reached: list[str] | None = None
 
     def _read(self) -> list[str]:
-        return [base64.b64encode(generator.get_state().numpy().tobytes()).decode() for generator in self._own]
+        return [base64.b64encode(generator.get_state().numpy().tobytes()).decode() for generator in self._generators]
 
     def _write(self, states: list[str]) -> None:
-        for generator, state in zip(self._own, states, strict=True):
+        for generator, state in zip(self._generators, states, strict=True):
             generator.set_state(torch.frombuffer(bytearray(base64.b64decode(state)), dtype=torch.uint8))
 
     def begin_epoch(self, epoch: int) -> None:
@@ -187,11 +187,11 @@ class LoaderGenerators:
     def state(self) -> dict[str, Any]:
         """The states in which the newest epoch began and those of now, as JSON; nothing without generators."""
         now = {"epoch": self._epoch, "start": self._start, "now": self._read()}
-        return {"generators": now} if self._own else {}
+        return {"generators": now} if self._generators else {}
 
     def load_state(self, state: dict[str, Any], epoch: int) -> None:
         """Begin `epoch` as the run did that wrote the state."""
-        if len(state["now"]) == len(self._own):  # else the loader is another one
+        if len(state["now"]) == len(self._generators):  # else the loader is another one
             is_open = state["epoch"] == epoch
             self._epoch, self._start = epoch, state["start" if is_open else "now"]
             self._reached = state["now"] if is_open else None

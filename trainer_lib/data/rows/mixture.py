@@ -118,7 +118,7 @@ def count_sources(
 
 
 def merge_weights(known: Mapping[str, float], asked: Mapping[str, float], *, field: str) -> dict[str, float]:
-    """The weights after a change: those that are not named stay. Raises ConfigError for what are no weights of it."""
+    """The weights after a change, which keeps those of other sources. Raises ConfigError for wrong weights."""
     for name, weight in asked.items():
         if name not in known:
             what, remedy = "The mixture has no such source.", suggestion(name, known)

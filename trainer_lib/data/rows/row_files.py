@@ -178,7 +178,7 @@ def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: lis
     if header.count("") > 1 and any(first[1][:width]) and not any(first[1][width:]):
         header = header[:width]
     if twice := {name for name in header if header.count(name) > 1}:
-        hint = f"; the names of the columns may stand below it ({READ}.skip_lines)"
+        hint = f"; the names of the columns may be below it ({READ}.skip_lines)"
         hint = f" (other names: {READ}.columns=[…], with {READ}.skip_lines=1)" if min(twice) else hint
         raise refuse_row(f"{file.address}, line {max(number, 1)}", min(twice), f"the column is there twice{hint}")
     if number and looks_like_row(header):
@@ -565,6 +565,6 @@ def _split_line(line: str) -> list[str]:
 
 
 def _is_comment(parts: Sequence[str], width: int) -> bool:
-    """Whether a line before a sentence is a comment, and not the word #."""
+    """Return whether a line before a sentence is a comment; # may also be a word."""
     first = parts[0] if parts else ""
     return first.startswith("# ") or (first == "#" and (len(parts) != width or "=" in parts[1:-1]))

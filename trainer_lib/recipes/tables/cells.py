@@ -124,7 +124,7 @@ def number_form(value: Any) -> tuple[str, str]:
 
 
 def looks_like_measure(text: str) -> bool:
-    """Whether a text is digits with a few other characters, such as 12 kg or (1,234.50)."""
+    """Return whether a text has digits and a few other characters, such as 12 kg or (1,234.50)."""
     return _MEASURE.fullmatch(text) is not None
 
 

@@ -352,21 +352,16 @@ class TabularRows:
     def _warn_of_forms(self, name: str) -> None:
         """Say how numbers are read that are not plain, or may be thousands without exception."""
         texts = [text for text in islice(self.table.columns[name], _AT_ONCE) if isinstance(text, str)]
-        forms = [number_form(text) for text in texts]
-        odd = {
-            form: f"'{text}' is {as_number(text):g}"
-            for form, text in zip(reversed(forms), reversed(texts), strict=True)
-            if text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)
-        }
-        names = next(
-            (text for text in texts if text.isalnum() and text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)), None
-        )
-        hint = f" (prepare.options.categorical=[{name}] reads names)" if names is not None else ""
-        if not odd and ("?.", "") in forms and (".", "") not in forms:
-            text = texts[forms.index(("?.", ""))]
-            odd, hint = {("", ""): f"'{text}' is {as_number(text):g}"}, f' ({READ}.decimal="," reads thousands)'
+        odd = [text for text in texts if text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)]
+        first = {number_form(text): text for text in reversed(odd or texts)}  # of every form
         if odd:
-            self._warnings.append(f"The column '{name}' is read as numbers: {', '.join(odd.values())}{hint}.")
+            hint = f" (prepare.options.categorical=[{name}] reads names)" if any(map(str.isalnum, odd)) else ""
+        elif ("?.", "") in first and (".", "") not in first:
+            first, hint = {("?.", ""): first["?.", ""]}, f' ({READ}.decimal="," reads thousands)'
+        else:
+            return
+        said = ", ".join(f"'{text}' is {as_number(text):g}" for text in first.values())
+        self._warnings.append(f"The column '{name}' is read as numbers: {said}{hint}.")
 
     def _warn_of_rounding(self, name: str, mean: float, spread: float) -> None:
         is_constant = spread == 1.0 and abs(mean) < 2**53  # from there on 64 bits round too

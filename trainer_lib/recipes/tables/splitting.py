@@ -215,13 +215,13 @@ def read_times(
 
 
 def has_zone(text: str) -> bool:
-    """Whether a time has a time zone at its end."""
+    """Return whether a time ends with a time zone."""
     return _ZONE.fullmatch(text) is not None
 
 
 def _refuse_some_zones(texts: Sequence[str], *, setting: str, column: str, place: Callable[[int], str]) -> None:
     zones = list(map(has_zone, texts))
-    if zones and not all(zones) and any(zones):
+    if len(set(zones)) > 1:
         row = zones.index(not zones[0])
         what = f"{place(row)}, column '{column}': of '{texts[0]}' and '{texts[row]}' only one has a time zone."
         raise DataError(what, field=setting, remedy="Write all times with a zone, or all without.")

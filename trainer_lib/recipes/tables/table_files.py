@@ -192,13 +192,13 @@ class Table:
         self.marks[name] = comma + "".join(others)
 
     def kind_of_numbers(self, name: str) -> str:
-        """How new values of a column of numbers are read (`note_form`)."""
+        """The kind of a column of numbers, as `note_form` names it."""
         is_bool = all(value is None or isinstance(value, bool) for value in self.columns[name])
         return "bool" if is_bool else f"number{self.marks.get(name, '')}"
 
     @cached_property
     def _has_commas(self) -> bool:
-        """Whether some column has numbers with a decimal comma, by its first values."""
+        """True if the first values of a column are numbers with a decimal comma."""
         heads = (list(islice(values, _AT_ONCE)) for values in self.columns.values())
         return any(
             any(number_form(value)[0] == "," for value in head) and all(map(_may_be_number, head)) for head in heads

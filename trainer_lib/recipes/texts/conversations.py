@@ -88,7 +88,7 @@ class Conversation(NamedTuple):
         return [turn["content"] for turn in self.messages] if self.text is None else [self.text]
 
     def name_turn(self, number: int) -> str:
-        """What errors call a turn, given its number in `messages`."""
+        """The name of a turn in errors, given its number in `messages`."""
         return f"turn {number + self.first}" if number + self.first else "the system prompt"
 
 
@@ -396,7 +396,7 @@ def parse_turns(text: str) -> list[Any] | None:
     """The turns that a text has as JSON, or behind marks of speakers; None for any other text."""
     if (marked := _SPEAKERS.split(text))[0] == "" and marked[1:2] == ["Human"]:
         roles = ("user" if name == "Human" else "assistant" for name in marked[1::2])
-        found = [{"role": role, "content": said.strip()} for role, said in zip(roles, marked[2::2], strict=True)]
+        found = [{"role": role, "content": text.strip()} for role, text in zip(roles, marked[2::2], strict=True)]
         return found if found[-1]["content"] else found[:-1]  # it asks for an answer
     with suppress(ValueError):
         turns = parse_json(text) if text.startswith("[") else None
