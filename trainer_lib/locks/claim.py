@@ -21,14 +21,11 @@ import hashlib
 import re
 from collections.abc import Callable
 
-from trainer_lib.errors import DamagedError
-from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.lease import Holder, read_small
 from trainer_lib.storage import Store
 
 WRITING = "WRITING.json"
 _SUCCESSOR = re.compile(r"WRITING\.[0-9a-f]{32}\.json")
-_LIMIT = 4096
-"""The largest claim that is read, in bytes."""
 
 
 def is_claim(name: str) -> bool:
@@ -49,7 +46,7 @@ def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) 
     """
     name, ours = WRITING, claim.to_bytes()
     while not store.create(name, ours):
-        data = _read(store, name)
+        data = read_small(store, name)
         if data == ours:  # the answer to our create was lost, and the client tried again
             return None
         other = Holder.from_bytes(data or b"")
@@ -78,7 +75,7 @@ def _chain(store: Store) -> list[tuple[str, bytes]]:
     """Names and contents of the claims, from the first to the one that holds the folder."""
     found: list[tuple[str, bytes]] = []
     name = WRITING
-    while (data := _read(store, name)) is not None:
+    while (data := read_small(store, name)) is not None:
         found.append((name, data))
         name = _successor(name, data)
     return found
@@ -87,10 +84,3 @@ def _chain(store: Store) -> list[tuple[str, bytes]]:
 def _successor(name: str, data: bytes) -> str:
     # With the name: after an empty claim, which a crash can leave, an empty one would be its own successor.
     return f"WRITING.{hashlib.sha256(name.encode() + data).hexdigest()[:32]}.json"
-
-
-def _read(store: Store, name: str) -> bytes | None:
-    try:
-        return store.read_if_exists(name, limit=_LIMIT)
-    except DamagedError:  # too large to be a claim: treated like an unreadable one, and succeeded
-        return b""

@@ -34,16 +34,17 @@ from types import TracebackType
 from typing import Self
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import LeaseLostError, StorageError, StorageGoneError, TrainflowError
+from trainer_lib.errors import DamagedError, LeaseLostError, StorageError, StorageGoneError, TrainflowError
 from trainer_lib.guard import Process, is_gone, start_time
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import gone
 
-__all__ = ["Holder", "Lease", "acquire_lease", "find_holder"]
+__all__ = ["Holder", "Lease", "acquire_lease", "find_holder", "read_small"]
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9]{8,})\.(json|beat|released)")
-_LIMIT = 4096
+_LIMIT = 4096  # bytes of a record
+_MAX_TTL_S = 3600.0  # of a reader's mark, the longest that is written
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,9 @@ class Holder:
             texts = (holder.id, holder.machine, holder.started, holder.since)
             is_valid = all(isinstance(text, str) for text in texts) and isinstance(holder.pid, int)
             is_valid = is_valid and 0 <= holder.pid < 1 << 32 and holder.id.isalnum()  # the id is the name of a beat
-            # A day at the most: a file of unknown origin must not lock a folder for ever.
-            return holder if is_valid and type(holder.ttl_s) in (int, float) and 0 <= holder.ttl_s <= 86_400 else None
+            # A file of unknown origin must not lock a folder for longer.
+            is_valid = is_valid and type(holder.ttl_s) in (int, float) and 0 <= holder.ttl_s <= _MAX_TTL_S
+            return holder if is_valid else None
         except (ValueError, TypeError):
             return None
 
@@ -197,7 +199,7 @@ class Lease:
     def _is_ours(self) -> bool:
         if _newest(self._folder) != self.epoch:
             return False
-        return self._folder.read_if_exists(_name(self.epoch, "json"), limit=_LIMIT) == self._holder.to_bytes()
+        return read_small(self._folder, _name(self.epoch, "json")) == self._holder.to_bytes()
 
     def _beat(self) -> None:
         self._folder.write_bytes(_name(self.epoch, "beat"), uuid.uuid4().hex.encode())
@@ -269,6 +271,14 @@ def find_holder(store: Store) -> Holder | None:
     return None if holder is None or holder.is_gone() else holder
 
 
+def read_small(store: Store, name: str) -> bytes | None:
+    """Read a record or a beat; None when it is absent, no bytes when it is too large to be one."""
+    try:
+        return store.read_if_exists(name, limit=_LIMIT)
+    except DamagedError:
+        return b""
+
+
 class _Watch:
     """Observations of the holder by a waiting process, timed by its own clock."""
 
@@ -285,7 +295,7 @@ class _Watch:
         """Whether the holder of the newest epoch has released it, is gone, or missed its beats for too long."""
         if epoch == 0 or self._folder.exists(_name(epoch, "released")):
             return True
-        beat = self._folder.read_if_exists(_name(epoch, "beat"), limit=_LIMIT)
+        beat = read_small(self._folder, _name(epoch, "beat"))
         if epoch != self._epoch or beat != self._beat:
             self._is_reported = self._is_reported and epoch == self._epoch
             # monotonic, and only ever compared with itself: clocks of machines differ.
@@ -307,7 +317,7 @@ def _take_epoch(folder: Store, epoch: int, ttl_s: float) -> Lease | None:
     name, data = _name(epoch, "json"), holder.to_bytes()
     try:
         # The read covers a create that succeeded and whose answer was lost.
-        if not folder.create(name, data) and folder.read_if_exists(name, limit=_LIMIT) != data:
+        if not folder.create(name, data) and read_small(folder, name) != data:
             return None
         if _newest(folder) != epoch:
             # Our look was long ago: this epoch came, went and was cleaned up since. The newest is never cleaned up.
@@ -329,7 +339,7 @@ def _forget(folder: Store, epoch: int, holder: Holder) -> None:
     """Remove our own epoch again, whole or torn, if the store allows it."""
     name = _name(epoch, "json")
     with contextlib.suppress(StorageError):
-        held = folder.read_if_exists(name, limit=_LIMIT)
+        held = read_small(folder, name)
         if held and holder.to_bytes().startswith(held):
             folder.delete(name)
 
@@ -350,10 +360,9 @@ def _newest(folder: Store) -> int:
 
 def _read_holder(folder: Store, epoch: int) -> Holder | None:
     try:
-        data = folder.read_if_exists(_name(epoch, "json"), limit=_LIMIT)
+        return Holder.from_bytes(read_small(folder, _name(epoch, "json")) or b"")
     except StorageError:
         return None
-    return None if data is None else Holder.from_bytes(data)
 
 
 def _machine() -> str:

@@ -32,28 +32,28 @@ import logging
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 
-from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.locks.lease import Holder
+from trainer_lib.errors import StorageError
+from trainer_lib.locks.lease import Holder, read_small
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, LIMIT
 
 REMOVING = "removing.json"
-_NOTE_BYTES = 4096
 _LOOK_S = 0.1
 _TRIES = 5
 _MARKS = 50
 _REMOVAL_S = 120.0
 """Seconds that a process of another machine is given to remove a run, or some stages' results."""
+_LIVING_S = 600.0
+"""Seconds that a process is given that runs on this machine; its note is not removed afterwards."""
 KEEP = "KEEP.json"
 TTL_S = 3600.0
 """Seconds that a mark of another machine counts after it was last renewed."""
 RENEW_S = 600.0
 """Seconds between two renewals."""
 _PREFIX, _SUFFIX = "READING-", ".json"
-_MARK_LIMIT = 4096
 _LOG = logging.getLogger(__name__)
 
 
@@ -68,7 +68,7 @@ def remove_run(folder: Store, record: str, is_needed: Callable[[], bool]) -> boo
     """
     note = Holder.this_process()
     if not folder.create(REMOVING, note.to_bytes()):
-        other = Holder.from_bytes(folder.read_if_exists(REMOVING, limit=_NOTE_BYTES) or b"")
+        other = Holder.from_bytes(read_small(folder, REMOVING) or b"")
         if other is None or not other.is_gone():
             return False  # another process removes it
         folder.delete(REMOVING)
@@ -130,15 +130,26 @@ def _delete(folder: Store, name: str) -> None:
 
 
 def await_removal(folder: Store) -> bool:
-    """Wait until no process removes this folder, and return whether one did: it may have taken what was seen, too."""
-    deadline = time.monotonic() + _REMOVAL_S
+    """Wait until no process removes this folder, and return whether one did: it may have taken what was seen, too.
+
+    Raises:
+        StorageError: a process of this machine is still at it after ten minutes.
+    """
+    began = time.monotonic()
     has_waited = False
-    while (data := folder.read_if_exists(REMOVING, limit=_NOTE_BYTES)) is not None:
+    while (data := read_small(folder, REMOVING)) is not None:
         has_waited = True
         holder = Holder.from_bytes(data)
-        if holder is None or holder.is_gone() or (not holder.is_alive() and time.monotonic() > deadline):
+        waited_s = time.monotonic() - began
+        if holder is None or holder.is_gone() or (waited_s > _REMOVAL_S and not holder.is_alive()):
             folder.delete(REMOVING)  # its process died over it, or is on another machine and silent
             break
+        if waited_s > _LIVING_S:
+            raise StorageError(
+                f"The folder has been under removal for more than {_LIVING_S:.0f} s ({holder}).",
+                field=f"{folder.url}/{REMOVING}",
+                remedy="Wait for that process, or end it. If it removes nothing, delete this file.",
+            )
         time.sleep(_LOOK_S)
     return has_waited
 
@@ -182,15 +193,17 @@ def protect_from_removal(store: Store) -> Iterator[None]:
         mark.remove()
 
 
-def list_readers(store: Store) -> list[Holder]:
-    """List the processes that are reading a checkpoint now, as far as this machine can know."""
-    return _readers(store, store.children())
+def list_readers(store: Store, names: Iterable[str] | None = None) -> list[Holder]:
+    """List the processes that read a checkpoint now, as far as this machine can know, from `names` in its folder."""
+    marks = [name for name in names or store.children() if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
+    holders = [Holder.from_bytes(read_small(store, name) or b"") for name in marks]
+    return [holder for holder in holders if holder is not None and _counts(holder)]
 
 
 def is_protected(store: Store, *, even_kept: bool = False) -> bool:
     """Whether a checkpoint must not be removed now: a process is reading it or, unless `even_kept`, it is kept."""
     names = store.children()
-    return (KEEP in names and not even_kept) or bool(_readers(store, names))
+    return (KEEP in names and not even_kept) or bool(list_readers(store, names))
 
 
 def withdraw_if_unread(store: Store, *, even_kept: bool = False) -> bool:
@@ -257,23 +270,11 @@ class _Mark:
             self._store.delete(name)
 
 
-def _readers(store: Store, names: Sequence[str]) -> list[Holder]:
-    marks = [name for name in names if name.startswith(_PREFIX) and name.endswith(_SUFFIX)]
-    return [holder for name in marks if (holder := _holder(store, name)) is not None and _counts(holder)]
-
-
 def _has_commit(store: Store) -> bool:
     try:
         return store.exists(COMMIT)
     except StorageError:  # reading itself will raise it
         return False
-
-
-def _holder(store: Store, name: str) -> Holder | None:
-    try:
-        return Holder.from_bytes(store.read_if_exists(name, limit=_MARK_LIMIT) or b"")
-    except DamagedError:
-        return None
 
 
 def _counts(holder: Holder) -> bool:

@@ -26,7 +26,7 @@ from typing_extensions import override
 
 from trainer_lib.errors import TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, release_claim
-from trainer_lib.locks.lease import Holder
+from trainer_lib.locks.lease import Holder, read_small
 from trainer_lib.storage import Store
 
 _log = logging.getLogger(__name__)
@@ -81,7 +81,6 @@ CLAIMS = "claims"
 BLOCK = 1000
 """Parts whose records, and claims, are in one folder: as many as an object store lists in one answer."""
 TTL_S = 30.0
-_LIMIT = 4096
 
 
 def block_name(block: int) -> str:
@@ -205,7 +204,7 @@ class SharedParts(Heartbeat):
         """Whether another process still works: it is not known to be gone, and its beat does not stand still."""
         if holder.is_gone():
             return False
-        beat = self._folder.read_if_exists(f"{holder.id}.beat", limit=_LIMIT)
+        beat = read_small(self._folder, f"{holder.id}.beat")
         known = self._beats.get(holder.id)
         if known is None or known[0] != beat:
             # Timed by our own clock: those of two machines differ.

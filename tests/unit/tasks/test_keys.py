@@ -416,11 +416,21 @@ def test_a_look_waits_for_a_removal_that_was_announced(goes: bool, removed: Any)
     assert ((manifest is None), problem) == (goes, None)
 
 
-def test_the_note_of_a_dead_process_holds_nothing_back(removed: Any) -> None:
+@pytest.mark.parametrize("note", [replace(Holder.this_process(), started="1").to_bytes(), b"", bytes(9000)])
+def test_the_note_of_a_dead_process_holds_nothing_back(note: bytes, removed: Any) -> None:
     stage, look = removed
-    stage.write_bytes(REMOVING, replace(Holder.this_process(), pid=-1).to_bytes())
+    stage.write_bytes(REMOVING, note)
     assert look()[0] is not None
     assert not stage.exists(REMOVING)
+
+
+def test_the_note_of_a_process_that_stays_is_named_in_the_end(removed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    stage, look = removed
+    monkeypatch.setattr("trainer_lib.locks.removal._LIVING_S", 0.2)
+    announce_removal(stage)
+    with pytest.raises(StorageError, match=rf"(?s)under removal .*process {os.getpid()}.*delete this file"):
+        look()
+    assert stage.exists(REMOVING)
 
 
 def test_the_curve_of_a_training_that_is_not_made_yet_is_no_difference(tmp_path: Path) -> None:
