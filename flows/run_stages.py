@@ -192,11 +192,8 @@ class _StageRun:
             self._note(name, "skipped", chosen)
         elif not reason.manifest.store().exists(COMMIT):
             # The record names it by now, so it goes no more; before that nothing kept it.
-            raise StorageError(
-                f"The result of {name} was removed while this command began.",
-                field=reason.manifest.url,
-                remedy="Run the same command again.",
-            )
+            what = f"The result of {name} was removed while this command began."
+            raise StorageError(what, field=reason.manifest.url, remedy="Run the same command again.")
         else:
             self._keep(name, "cached", reason.reason, 0.0, reason.manifest)
 

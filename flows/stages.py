@@ -176,9 +176,5 @@ def require_stage(name: str | None, option: str) -> str | None:
     if (stage := find_stage(name)) is not None:
         return stage.name
     near = nearest(name, stage_names())
-    raise ConfigError(
-        f"This stage does not exist; there are {', '.join(stage_names())}.",
-        field=option,
-        value=name,
-        remedy=f"Did you mean '{near}'?" if near else "Name one of them.",
-    )
+    what = f"This stage does not exist; there are {', '.join(stage_names())}."
+    raise ConfigError(what, field=option, value=name, remedy=f"Did you mean '{near}'?" if near else "Name one of them.")

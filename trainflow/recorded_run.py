@@ -342,11 +342,8 @@ def _storage_of(place: Place | None) -> str:
         raise ConfigError(why, field="storage", value=repr(place), remedy='Name it: storage="…".')
     if (found := storage_here()) is not None:
         return found
-    raise ConfigError(
-        "No storage was named, and the working directory has neither a single spec nor .trainflow.",
-        field="storage",
-        remedy='Name it: storage="…", a folder or a URL.',
-    )
+    what = "No storage was named, and the working directory has neither a single spec nor .trainflow."
+    raise ConfigError(what, field="storage", remedy='Name it: storage="…", a folder or a URL.')
 
 
 def framed(page: str) -> str:

@@ -196,22 +196,16 @@ class Sweep:
         """
         number = self._best() if trial is None else trial
         if number not in self.result.best_specs:
-            raise ConfigError(
-                "This trial is not among the best, and has no spec.",
-                field="trial",
-                value=number,
-                remedy=f"Choose one of {self.best}.",
-            )
+            what = "This trial is not among the best, and has no spec."
+            raise ConfigError(what, field="trial", value=number, remedy=f"Choose one of {self.best}.")
         return self.result.best_specs[number]
 
     def _best(self) -> int:
         if len(self.best) == 1:
             return self.best[0]
-        raise ConfigError(
-            "No trial is best in every objective: the choice is yours." if self.best else "No trial is complete yet.",
-            field="trial",
-            remedy=f"Name one of {self.best}, the trials that no other beats in everything." if self.best else "",
-        )
+        what = "No trial is best in every objective: the choice is yours." if self.best else "No trial is complete yet."
+        remedy = f"Name one of {self.best}, the trials that no other beats in everything." if self.best else ""
+        raise ConfigError(what, field="trial", remedy=remedy)
 
     def report(self) -> str:
         """Its report, a whole page of HTML that loads nothing; its address is `result.report_url`.

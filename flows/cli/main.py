@@ -148,11 +148,9 @@ def _refusal(error: Any) -> ConfigError:
     text, command = error.format_message(), "trainflow COMMAND" if error.ctx is None else error.ctx.command_path
     parameter = getattr(error, "param", None)
     name = None if parameter is None else parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
-    return ConfigError(
-        text if text.endswith((".", "?")) else f"{text}.",
-        field=getattr(error, "option_name", None) or name or command,
-        remedy=f"{command} --help shows its words.",
-    )
+    what = text if text.endswith((".", "?")) else f"{text}."
+    remedy = f"{command} --help shows its words."
+    return ConfigError(what, field=getattr(error, "option_name", None) or name or command, remedy=remedy)
 
 
 @contextlib.contextmanager

@@ -67,12 +67,9 @@ class PlaceWords:
         """`choose` for a command that takes no other words. Raises ConfigError for other words as well."""
         for word in self.place or ():
             if not word.endswith(SPEC_ENDINGS) and "=" not in word:
-                raise ConfigError(
-                    "This is neither a spec (.yaml, .yml, .json) nor KEY=VALUE.",
-                    field="SPEC",
-                    value=word,
-                    remedy="Name the spec's file, or the storage: --storage URL.",
-                )
+                what = "This is neither a spec (.yaml, .yml, .json) nor KEY=VALUE."
+                remedy = "Name the spec's file, or the storage: --storage URL."
+                raise ConfigError(what, field="SPEC", value=word, remedy=remedy)
         return choose(self.place, self.storage, command=command)
 
 
@@ -120,11 +117,9 @@ def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | 
         return Chosen(Store.open(parsed.storage), parsed.tracking, pipeline=parsed.name)
     if storage is not None:
         return Chosen(_existing(storage), TrackingConfig())
-    raise ConfigError(
-        "No runs were named, and this folder has neither a single spec nor .trainflow.",
-        field=command,
-        remedy=f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL).",
-    )
+    what = "No runs were named, and this folder has neither a single spec nor .trainflow."
+    remedy = f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL)."
+    raise ConfigError(what, field=command, remedy=remedy)
 
 
 def use_registry_here(address: str, *, command: str) -> None:
@@ -147,16 +142,10 @@ def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Pa
     if len(specs) == 1:
         return specs[0], words
     if not specs:
-        raise ConfigError(
-            "No spec was named, and this folder has none.",
-            field="SPEC",
-            remedy="Name one (pipeline.yaml), or write a project: trainflow init NAME.",
-        )
-    raise ConfigError(
-        f"No spec was named, and this folder has several: {', '.join(map(str, specs))}.",
-        field="SPEC",
-        remedy=f"Name one of them: {specs[0]}.",
-    )
+        remedy = "Name one (pipeline.yaml), or write a project: trainflow init NAME."
+        raise ConfigError("No spec was named, and this folder has none.", field="SPEC", remedy=remedy)
+    what = f"No spec was named, and this folder has several: {', '.join(map(str, specs))}."
+    raise ConfigError(what, field="SPEC", remedy=f"Name one of them: {specs[0]}.")
 
 
 def choose_spec_or_storage(

@@ -101,12 +101,9 @@ def find_chain(address: str, *, storage: str | None = None, home: str | None = N
     if chain.publication is not None:
         chain.published = _read(chain, chain.publication, "publication", lenient)
         if chain.published is None and not chain.damage:
-            raise ConfigError(
-                f"The folder has no {FILE}: an older trainflow published it, or another program.",
-                field=FIELD,
-                value=address,
-                remedy="Run its pipeline again, which publishes it with its lineage.",
-            )
+            what = f"The folder has no {FILE}: an older trainflow published it, or another program."
+            remedy = "Run its pipeline again, which publishes it with its lineage."
+            raise ConfigError(what, field=FIELD, value=address, remedy=remedy)
     chain.run = chain.run or _find_run_of(chain)
     if (folder := chain.run_folder) is not None:
         chain.recorded = _read(chain, folder, "run", lenient)
@@ -134,12 +131,9 @@ def _identify(address: str, storage: str | None, home: str | None) -> Chain:
         return _of_folder(open_link(address, field=FIELD), address)
     place = storage or home
     if place is None:
-        raise ConfigError(
-            "This is neither a folder nor a URL, and no storage is known in which it could be a run.",
-            field=FIELD,
-            value=address,
-            remedy="Name the storage of the run (--storage URL), or a run's, stage's or published folder.",
-        )
+        what = "This is neither a folder nor a URL, and no storage is known in which it could be a run."
+        remedy = "Name the storage of the run (--storage URL), or a run's, stage's or published folder."
+        raise ConfigError(what, field=FIELD, value=address, remedy=remedy)
     return Chain(address, "run", Store.open(place), run=find_run(place, address, field=FIELD, needs="train"))
 
 

@@ -85,12 +85,9 @@ def find_failure(checks: Sequence[LinkCheck]) -> BrokenLineageError | ConfigErro
     if broken:
         first = broken[0]
         more = f" {len(broken) - 1} more of the {len(checks)} links do not hold." if len(broken) > 1 else ""
-        return BrokenLineageError(
-            f"The link {first.link} does not hold: {first.problems[0]}.{more}",
-            field=first.link,
-            value=first.where or None,
-            remedy="Restore the file, or run the pipeline again: what is damaged is made again.",
-        )
+        what = f"The link {first.link} does not hold: {first.problems[0]}.{more}"
+        remedy = "Restore the file, or run the pipeline again: what is damaged is made again."
+        return BrokenLineageError(what, field=first.link, value=first.where or None, remedy=remedy)
     if any(check.state == "held" for check in checks):
         return None
     return ConfigError(

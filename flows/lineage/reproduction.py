@@ -72,12 +72,9 @@ class Outcome:
         if self.verdict != "different":
             return None
         more = f" {len(self.differences) - 1} more differ." if len(self.differences) > 1 else ""
-        return NotReproducibleError(
-            f"The second run differs from the recorded one: {self.differences[0]}.{more}",
-            field=self.run,
-            value=self.to,
-            remedy="Use the versions and the kind of processor of the run; --tolerance compares metrics instead.",
-        )
+        what = f"The second run differs from the recorded one: {self.differences[0]}.{more}"
+        remedy = "Use the versions and the kind of processor of the run; --tolerance compares metrics instead."
+        return NotReproducibleError(what, field=self.run, value=self.to, remedy=remedy)
 
 
 class Reproduction:
@@ -95,12 +92,8 @@ class Reproduction:
 
     def __init__(self, chain: Chain, to: str, tolerance: float | None, say: Callable[[str], object]) -> None:
         if chain.run is None or chain.storage is None:
-            raise ConfigError(
-                "The run is not known here: its spec and its recipe are on its storage.",
-                field="X",
-                value=chain.address,
-                remedy="Name the storage: --storage URL.",
-            )
+            what = "The run is not known here: its spec and its recipe are on its storage."
+            raise ConfigError(what, field="X", value=chain.address, remedy="Name the storage: --storage URL.")
         self.run: PastRun = chain.run
         self._chain, self._given, self._say = chain, tolerance, say
         self._storage = chain.storage.url
@@ -133,29 +126,19 @@ class Reproduction:
 
     def _check_run(self) -> None:
         if "train" not in self.run.stages:
-            raise ConfigError(
-                "This run has trained no model that could be compared.",
-                field="X",
-                value=self.run.id,
-                remedy="Name a run that has finished.",
-            )
+            what = "This run has trained no model that could be compared."
+            raise ConfigError(what, field="X", value=self.run.id, remedy="Name a run that has finished.")
         if self.run.from_run is not None:
-            raise ConfigError(
-                f"This run took results from the run {self.run.from_run}, whose recipe may have been another.",
-                field="X",
-                value=self.run.id,
-                remedy=f"Reproduce that run: trainflow reproduce {self.run.from_run}.",
-            )
+            what = f"This run took results from the run {self.run.from_run}, whose recipe may have been another."
+            remedy = f"Reproduce that run: trainflow reproduce {self.run.from_run}."
+            raise ConfigError(what, field="X", value=self.run.id, remedy=remedy)
 
     def _check_sources(self, spec: PipelineSpec) -> None:
         sources = list(spec.prepare.sources)
         if absent := find_absent(sources):
-            raise ConfigError(
-                "A source of the data is not on this machine.",
-                field="prepare.sources",
-                value=absent[0],
-                remedy="Put it there, as it was when the run prepared its data.",
-            )
+            what = "A source of the data is not on this machine."
+            remedy = "Put it there, as it was when the run prepared its data."
+            raise ConfigError(what, field="prepare.sources", value=absent[0], remedy=remedy)
         recorded = [source.digest for source in self._chain.lineage.sources]
         now = fingerprints(sources, root=spec.root)
         changed = [source["source"] for source, old in zip(now, recorded, strict=False) if source["digest"] != old]
@@ -200,12 +183,9 @@ class Reproduction:
     def _recorded(self, stage: str) -> StageManifest:
         manifest, damage = look_up_under(self._storage, stage, self.run.stages[stage])
         if manifest is None:
-            raise ConfigError(
-                f"The result of {stage} in the run {f'is damaged: {damage}' if damage else 'is gone'}.",
-                field="X",
-                value=self.run.id,
-                remedy="trainflow verify shows what of the run is left.",
-            )
+            what = f"The result of {stage} in the run {f'is damaged: {damage}' if damage else 'is gone'}."
+            remedy = "trainflow verify shows what of the run is left."
+            raise ConfigError(what, field="X", value=self.run.id, remedy=remedy)
         return manifest
 
     def _tolerance(self, then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]) -> float | None:

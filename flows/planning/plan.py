@@ -282,18 +282,11 @@ class Plan:
             if reason is None or reason.hit or self.is_wanted(name):
                 continue
             if self.past is not None:
-                raise ConfigError(
-                    f"The stage {name} cannot be taken: {reason.reason}.",
-                    field="--from-run",
-                    value=self.past.id,
-                    remedy=f"Begin with it: --from {name}.",
-                )
-            raise ConfigError(
-                f"{name} comes before it and has no committed result: {reason.reason}.",
-                field="--only" if self.only else "--from",
-                value=first,
-                remedy="Run without it once, or begin earlier.",
-            )
+                what = f"The stage {name} cannot be taken: {reason.reason}."
+                raise ConfigError(what, field="--from-run", value=self.past.id, remedy=f"Begin with it: --from {name}.")
+            what = f"{name} comes before it and has no committed result: {reason.reason}."
+            remedy = "Run without it once, or begin earlier."
+            raise ConfigError(what, field="--only" if self.only else "--from", value=first, remedy=remedy)
 
     def groups(self) -> list[list[str]]:
         """All stages in their order, those that run at the same time in one list.

@@ -80,12 +80,8 @@ class Question:
         args = TrainingArguments.from_dict(spec.train.args, prefix="train.args")
         if args.save_only_model:
             remedy = "Set train.args.save_only_model=false."
-            raise ConfigError(
-                "Checkpoints that hold only the model cannot be resumed.",
-                field="train.args.save_only_model",
-                value=True,
-                remedy=remedy,
-            )
+            what = "Checkpoints that hold only the model cannot be resumed."
+            raise ConfigError(what, field="train.args.save_only_model", value=True, remedy=remedy)
         steps = self.steps or (args.max_steps if args.max_steps > 0 else None)
         if self.at is not None and steps is not None and self.at >= steps:
             raise _beyond(self.at, steps)
@@ -281,12 +277,9 @@ def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:
 
 
 def _beyond(at: int, steps: int) -> ConfigError:
-    return ConfigError(
-        f"The training has {counted(steps, 'step')}, so nothing is left to resume after that one.",
-        field="--at",
-        value=at,
-        remedy=f"Name a step from 1 to {steps - 1}." if steps > 1 else "Train more than one step.",
-    )
+    what = f"The training has {counted(steps, 'step')}, so nothing is left to resume after that one."
+    remedy = f"Name a step from 1 to {steps - 1}." if steps > 1 else "Train more than one step."
+    return ConfigError(what, field="--at", value=at, remedy=remedy)
 
 
 # -- the record --------------------------------------------------------------------------------------------------------

@@ -255,21 +255,14 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
             read_record(run_folder(storage, text), raise_damage)
         raise _unknown(storage, text, runs, field, pipeline)
     if len(matching) > 1:
-        raise ConfigError(
-            "Several runs are meant by this.",
-            field=field,
-            value=text,
-            remedy=f"Name one of them: {', '.join(run.id for run in matching)}.",
-        )
+        remedy = f"Name one of them: {', '.join(run.id for run in matching)}."
+        raise ConfigError("Several runs are meant by this.", field=field, value=text, remedy=remedy)
     [run] = matching
     if pipeline is not None and run.name != pipeline:
         others = [other for other in runs if other.name == pipeline]
-        raise ConfigError(
-            f"This is a run of the pipeline '{run.name}', and the spec is that of '{pipeline}'.",
-            field=field,
-            value=text,
-            remedy=f"Name a run of {pipeline}: {_listed(others)}." if others else f"No run of {pipeline} is recorded.",
-        )
+        what = f"This is a run of the pipeline '{run.name}', and the spec is that of '{pipeline}'."
+        remedy = f"Name a run of {pipeline}: {_listed(others)}." if others else f"No run of {pipeline} is recorded."
+        raise ConfigError(what, field=field, value=text, remedy=remedy)
     return run
 
 
@@ -289,20 +282,12 @@ def tag_run(storage: str, run: PastRun, name: str) -> None:
         StorageError: the storage cannot be written.
     """
     if not _TAG.fullmatch(name) or name == NEWEST:
-        raise ConfigError(
-            "A tag consists of letters, digits, '.', '_' and '-', at most 64 of them, and is not 'last'.",
-            field="NAME",
-            value=name,
-            remedy="Choose a name such as baseline or v1.2.",
-        )
+        what = "A tag consists of letters, digits, '.', '_' and '-', at most 64 of them, and is not 'last'."
+        raise ConfigError(what, field="NAME", value=name, remedy="Choose a name such as baseline or v1.2.")
     for other in list_runs(storage):
         if other.id != run.id and (name in (other.id, other.run_name) or name in read_tags(storage, other)):
-            raise ConfigError(
-                f"The run {other} is found under this name.",
-                field="NAME",
-                value=name,
-                remedy=f"Choose another one, or take it from that run: trainflow tag {other.id} {name} --remove.",
-            )
+            remedy = f"Choose another one, or take it from that run: trainflow tag {other.id} {name} --remove."
+            raise ConfigError(f"The run {other} is found under this name.", field="NAME", value=name, remedy=remedy)
     folder = run_folder(storage, run.id)
     folder.create(f"{TAGS}/{name}", json.dumps({"tag": name}).encode())
     # After the tag is there: a removal that began before has not seen it, and one that begins now will.
@@ -316,12 +301,8 @@ def untag_run(storage: str, run: PastRun, name: str) -> None:
     """Take a name from a run. Raises ConfigError if the run does not have it."""
     tags = read_tags(storage, run)
     if name not in tags:
-        raise ConfigError(
-            f"The run {run.id} does not have this tag.",
-            field="NAME",
-            value=name,
-            remedy=f"Its tags are {', '.join(tags)}." if tags else "It has none.",
-        )
+        remedy = f"Its tags are {', '.join(tags)}." if tags else "It has none."
+        raise ConfigError(f"The run {run.id} does not have this tag.", field="NAME", value=name, remedy=remedy)
     run_folder(storage, run.id).delete(f"{TAGS}/{name}")
 
 
@@ -343,18 +324,12 @@ def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun
             return run
     older = [run for run in runs if not run.is_finished]
     if older:
-        raise ConfigError(
-            "Every run that did not finish was followed by a finished run of its pipeline.",
-            field="RUN",
-            remedy=f"Name the run to resume: {_listed(older)}.",
-        )
+        what = "Every run that did not finish was followed by a finished run of its pipeline."
+        raise ConfigError(what, field="RUN", remedy=f"Name the run to resume: {_listed(older)}.")
     what = "Every run that is recorded there has finished." if runs else "No run is recorded there."
     remedy = "Start one: trainflow run SPEC." if not runs else "Change the spec or the recipe, and run it."
     if at_work:
-        what, remedy = (
-            "Every unfinished run is running now.",
-            "Wait for it; trainflow status shows where it is.",
-        )
+        what, remedy = ("Every unfinished run is running now.", "Wait for it; trainflow status shows where it is.")
     raise ConfigError(what, field="storage", value=Store.open(storage).url, remedy=remedy)
 
 
@@ -394,12 +369,8 @@ def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
     missing = [name for name in stages if name == run.failed or name not in run.stages]
     if missing:
         return missing[0]
-    raise ConfigError(
-        "This run has finished: every stage of it is committed.",
-        field="--from-run",
-        value=run.id,
-        remedy="Name the stage to begin with: --from STAGE.",
-    )
+    what = "This run has finished: every stage of it is committed."
+    raise ConfigError(what, field="--from-run", value=run.id, remedy="Name the stage to begin with: --from STAGE.")
 
 
 def _read(name: str, record: Mapping[str, Any]) -> PastRun | None:
@@ -442,12 +413,8 @@ def _unknown(storage: str, text: str, runs: Iterable[PastRun], field: str, pipel
     near = nearest(text, by_name)
     remedy = f"Did you mean {near}? " if near else ""
     remedy += f"Recorded are {_listed(own)}." if own else "No run of this pipeline is recorded there."
-    return ConfigError(
-        f"No run with this id, name or tag is recorded in {Store.open(storage).url}.",
-        field=field,
-        value=text,
-        remedy=remedy,
-    )
+    what = f"No run with this id, name or tag is recorded in {Store.open(storage).url}."
+    return ConfigError(what, field=field, value=text, remedy=remedy)
 
 
 def _listed(runs: Iterable[PastRun]) -> str:

@@ -262,11 +262,7 @@ def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | 
     if run.state is None or run.state.type.value not in _OPEN:
         return None
     known = _holder_of(run)
-    if known is not None and (known.machine, known.pid, known.started) != (
-        holder.machine,
-        holder.pid,
-        holder.started,
-    ):
+    if known is not None and (known.machine, known.pid, known.started) != (holder.machine, holder.pid, holder.started):
         return None
     return "starting" if _is_starting_again(run) else _dead(run, holder)
 

@@ -96,12 +96,8 @@ def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:
         raw, what = None, "cannot be read"
     if isinstance(raw, dict):
         return raw
-    raise ConfigError(
-        f"The spec that was recorded with this run {what}.",
-        field="RUN",
-        value=run.id,
-        remedy="Run the spec itself, which continues as well: trainflow run SPEC.",
-    )
+    remedy = "Run the spec itself, which continues as well: trainflow run SPEC."
+    raise ConfigError(f"The spec that was recorded with this run {what}.", field="RUN", value=run.id, remedy=remedy)
 
 
 # -- the recipe -------------------------------------------------------------------------------------------------------
@@ -146,12 +142,9 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
         else:
             contents[name] = data
     if problems:
-        raise ConfigError(
-            f"The recipe is not on this machine, and its files in {kept.url} are not whole: {'; '.join(problems)}.",
-            field="recipe",
-            value=missing,
-            remedy="Copy the project to the same place on this machine.",
-        )
+        what = f"The recipe is not on this machine, and its files in {kept.url} are not whole: {'; '.join(problems)}."
+        remedy = "Copy the project to the same place on this machine."
+        raise ConfigError(what, field="recipe", value=missing, remedy=remedy)
     identity = "\n".join(f"{name} {digest}" for name, digest in sorted(run.sources.items()))
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "trainflow" / "sources" / hashlib.sha256(identity.encode()).hexdigest()[:16]
@@ -166,12 +159,9 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
                 draft.write_bytes(data)
                 draft.replace(path)
     except OSError as error:
-        raise StorageError(
-            f"The recipe's files cannot be written: {error.strerror}.",
-            field="XDG_CACHE_HOME",
-            value=str(folder),
-            remedy="Set XDG_CACHE_HOME to a folder that you may write.",
-        ) from error
+        what = f"The recipe's files cannot be written: {error.strerror}."
+        remedy = "Set XDG_CACHE_HOME to a folder that you may write."
+        raise StorageError(what, field="XDG_CACHE_HOME", value=str(folder), remedy=remedy) from error
     return folder
 
 

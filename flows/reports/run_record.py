@@ -52,13 +52,7 @@ from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.reports.report import REPORT, draw_charts, render_report
 from trainflow.flows.reports.report_facts import collect_sections
-from trainflow.flows.reports.run_tracking import (
-    ModelTracking,
-    RunTracking,
-    log_charts,
-    registered_as,
-    write_or_warn,
-)
+from trainflow.flows.reports.run_tracking import ModelTracking, RunTracking, log_charts, registered_as, write_or_warn
 from trainflow.flows.stages import all_stages
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import now

@@ -107,10 +107,7 @@ def settings_files(plan: Plan) -> dict[str, str]:
     arguments = {
         name: flatten_params(stage.arguments.to_dict()) for name, stage in plan.stages.items() if stage.arguments
     }
-    return {
-        SPEC_FILE: mask(plan.spec_text),
-        ARGUMENTS_FILE: json.dumps(arguments, indent=2),
-    }
+    return {SPEC_FILE: mask(plan.spec_text), ARGUMENTS_FILE: json.dumps(arguments, indent=2)}
 
 
 def describe_experiment(spec: PipelineSpec) -> str:

@@ -183,12 +183,9 @@ def _has_versions(uri: str) -> bool:
 
 
 def _unreachable(uri: str, why: str) -> InfrastructureError:
-    return InfrastructureError(
-        f"MLflow's registry cannot be asked which models are registered, so nothing is removed: {why}.",
-        field="tracking",
-        value=mask(uri),
-        remedy="Try again when it answers; --skip-registry removes without asking it.",
-    )
+    what = f"MLflow's registry cannot be asked which models are registered, so nothing is removed: {why}."
+    remedy = "Try again when it answers; --skip-registry removes without asking it."
+    return InfrastructureError(what, field="tracking", value=mask(uri), remedy=remedy)
 
 
 def collect_folders(runs: Iterable[PastRun], others: Sequence[Referrer]) -> dict[Folder, str]:

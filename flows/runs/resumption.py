@@ -53,19 +53,12 @@ def require_unfinished(past: PastRun, status: RunStatus | None, *, named: str) -
         ConfigError: there is nothing to continue with.
     """
     if status is not None:
-        raise ConfigError(
-            f"This run is still running: {status.where}.",
-            field="RUN",
-            value=named,
-            remedy="Wait for it, or stop it; trainflow status shows its process.",
-        )
+        remedy = "Wait for it, or stop it; trainflow status shows its process."
+        raise ConfigError(f"This run is still running: {status.where}.", field="RUN", value=named, remedy=remedy)
     if past.is_finished:
-        raise ConfigError(
-            "This run has finished: nothing of it is left to do.",
-            field="RUN",
-            value=named,
-            remedy="To begin in its middle: trainflow run SPEC --from-run ID --from STAGE.",
-        )
+        what = "This run has finished: nothing of it is left to do."
+        remedy = "To begin in its middle: trainflow run SPEC --from-run ID --from STAGE."
+        raise ConfigError(what, field="RUN", value=named, remedy=remedy)
 
 
 def require_sources(plan: Plan) -> None:
@@ -73,12 +66,9 @@ def require_sources(plan: Plan) -> None:
     assumed = plan.context.resolver.assumed_sources
     reason = plan.reasons["prepare-data"]
     if assumed and not reason.hit and plan.is_wanted("prepare-data"):
-        raise ConfigError(
-            f"prepare-data has to run ({reason.reason}), and its sources are not on this machine.",
-            field="prepare.sources",
-            value=", ".join(assumed),
-            remedy="Copy them to the same place on this machine, or resume where they are.",
-        )
+        what = f"prepare-data has to run ({reason.reason}), and its sources are not on this machine."
+        remedy = "Copy them to the same place on this machine, or resume where they are."
+        raise ConfigError(what, field="prepare.sources", value=", ".join(assumed), remedy=remedy)
 
 
 # -- stages that are still forced -------------------------------------------------------------------------------------

@@ -46,23 +46,15 @@ def reachable(api: str) -> Iterator[None]:
     try:
         yield
     except httpx.TransportError as error:
-        raise InfrastructureError(
-            f"The connection to Prefect's server was lost ({type(error).__name__}).",
-            field="prefect",
-            value=api,
-            remedy="What is committed stays: run the same command again.",
-            details=_traceback(error),
-        ) from error
+        what = f"The connection to Prefect's server was lost ({type(error).__name__})."
+        remedy = "What is committed stays: run the same command again."
+        raise InfrastructureError(what, field="prefect", value=api, remedy=remedy, details=_traceback(error)) from error
     except httpx.HTTPStatusError as error:
         if not str(error.request.url).startswith(api.rstrip("/")):
             raise
-        raise InfrastructureError(
-            f"Prefect's server refused a request: the answer is {error.response.status_code}.",
-            field="prefect",
-            value=api,
-            remedy="Read the server's log. What is committed stays: run the same command again.",
-            details=_traceback(error),
-        ) from error
+        what = f"Prefect's server refused a request: the answer is {error.response.status_code}."
+        remedy = "Read the server's log. What is committed stays: run the same command again."
+        raise InfrastructureError(what, field="prefect", value=api, remedy=remedy, details=_traceback(error)) from error
 
 
 def _traceback(error: Exception) -> str:
@@ -81,12 +73,9 @@ def require_answer(api: str) -> None:
     if error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
         if status in _UNAUTHORIZED:
-            raise ConfigError(
-                f"Prefect's server at {mask(api)} refuses the login: the answer is {status}.",
-                field="PREFECT_API_AUTH_STRING",
-                remedy="Set it to the server's PREFECT_SERVER_API_AUTH_STRING; for Prefect Cloud set PREFECT_API_KEY.",
-                details=repr(error),
-            )
+            what = f"Prefect's server at {mask(api)} refuses the login: the answer is {status}."
+            remedy = "Set it to the server's PREFECT_SERVER_API_AUTH_STRING; for Prefect Cloud set PREFECT_API_KEY."
+            raise ConfigError(what, field="PREFECT_API_AUTH_STRING", remedy=remedy, details=repr(error))
         what = f"the answer is {status}" if status is not None else describe_outage(error) or type(error).__name__
         raise ConfigError(
             f"No Prefect server answers there: {what}.",

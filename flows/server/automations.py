@@ -81,12 +81,9 @@ def require_another_try(environ: dict[str, str] | os._Environ[str] | None = None
     with get_client(sync_client=True) as client:
         crashes = sum(state.name == _CRASHED for state in client.read_flow_run_states(run.id))
     if crashes > allowed:
-        raise InfrastructureError(
-            f"This run has crashed {crashes} times, and is not tried again.",
-            field="--retry-crashed",
-            value=allowed,
-            remedy="Read its logs, then start another run: it continues from the last commit.",
-        )
+        what = f"This run has crashed {crashes} times, and is not tried again."
+        remedy = "Read its logs, then start another run: it continues from the last commit."
+        raise InfrastructureError(what, field="--retry-crashed", value=allowed, remedy=remedy)
 
 
 def _names(name: str) -> tuple[str, str, str]:

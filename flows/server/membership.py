@@ -250,12 +250,8 @@ def _read_linger_s() -> float:
     except ValueError:
         seconds = math.nan
     if not 0 <= seconds < math.inf:
-        raise ConfigError(
-            "This is not a number of seconds.",
-            field=embedded.LINGER,
-            value=text,
-            remedy="Set a number, such as 600; 0 ends the server with its last command.",
-        )
+        remedy = "Set a number, such as 600; 0 ends the server with its last command."
+        raise ConfigError("This is not a number of seconds.", field=embedded.LINGER, value=text, remedy=remedy)
     return seconds
 
 
@@ -270,12 +266,9 @@ def _private_folder(settings: Settings) -> Path:
         with (folder / embedded.CLIENTS_LOCK).open("ab") as probe:
             try_lock(probe.fileno(), shared=True)  # whether there are locks at all
     except OSError as error:
-        raise StorageError(
-            f"Prefect's home cannot be used: {error.strerror or error}.",
-            field="PREFECT_HOME",
-            value=str(settings.home),
-            remedy="Set PREFECT_HOME to a folder you may write, on a file system with locks.",
-        ) from error
+        what = f"Prefect's home cannot be used: {error.strerror or error}."
+        remedy = "Set PREFECT_HOME to a folder you may write, on a file system with locks."
+        raise StorageError(what, field="PREFECT_HOME", value=str(settings.home), remedy=remedy) from error
     return folder
 
 

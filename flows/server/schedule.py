@@ -38,12 +38,8 @@ class Schedule:
         given = {"--cron": self.cron, "--rrule": self.rrule, "--interval": self.interval_s}
         chosen = [name for name, value in given.items() if value is not None]
         if len(chosen) > 1:
-            raise ConfigError(
-                f"A schedule is one of {', '.join(chosen[:-1])} and {chosen[-1]}.",
-                field=chosen[-1],
-                value=given[chosen[-1]],
-                remedy="Keep one.",
-            )
+            what = f"A schedule is one of {', '.join(chosen[:-1])} and {chosen[-1]}."
+            raise ConfigError(what, field=chosen[-1], value=given[chosen[-1]], remedy="Keep one.")
         if self.timezone is not None:
             try:
                 ZoneInfo(self.timezone)

@@ -67,11 +67,8 @@ def logged(path: Path) -> Iterator[None]:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = RotatingFileHandler(path, maxBytes=_BYTES, backupCount=_KEPT, encoding="utf-8", delay=False)
     except OSError as error:
-        raise StorageError(
-            f"The log cannot be written: {error.strerror or error}.",
-            field=str(path),
-            remedy="Choose a storage that this user may write.",
-        ) from error
+        what = f"The log cannot be written: {error.strerror or error}."
+        raise StorageError(what, field=str(path), remedy="Choose a storage that this user may write.") from error
     handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
     # A full disk must not end the serving process.
     handler.handleError = lambda record: None  # type: ignore[method-assign]
@@ -231,12 +228,9 @@ def watch_for(
                 found = client.read_deployment_by_name(full)
             except (ObjectNotFound, ValueError) as error:
                 known = [served.name for served in client.read_deployments()]
-                raise ConfigError(
-                    "This deployment does not exist.",
-                    field="DEPLOYMENT",
-                    value=deployment,
-                    remedy=suggestion(full.partition("/")[2], known) if known else "Make it: trainflow deploy SPEC.",
-                ) from error
+                what = "This deployment does not exist."
+                remedy = suggestion(full.partition("/")[2], known) if known else "Make it: trainflow deploy SPEC."
+                raise ConfigError(what, field="DEPLOYMENT", value=deployment, remedy=remedy) from error
         watching = Watch(url, full, parse_spec(found.parameters["spec"]), say)
         watching.require_listable()
         say(f"Watching {url} for {full}, every {every_s:g} s. Ctrl-C ends it.")
@@ -391,12 +385,9 @@ def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
         remedy = f"Create it: prefect work-pool create --type process {name}"
         raise ConfigError("This work pool does not exist.", field="--pool", value=name, remedy=remedy) from error
     if found.type not in _WORKERS:
-        raise ConfigError(
-            f"This work pool is of type {found.type}; trainflow deploys to pools of type {', '.join(_WORKERS)}.",
-            field="--pool",
-            value=name,
-            remedy="Name another one: prefect work-pool create --type process NAME",
-        )
+        what = f"This work pool is of type {found.type}; trainflow deploys to pools of type {', '.join(_WORKERS)}."
+        remedy = "Name another one: prefect work-pool create --type process NAME"
+        raise ConfigError(what, field="--pool", value=name, remedy=remedy)
     return found.type, found.base_job_template
 
 
@@ -416,19 +407,13 @@ def read_variables(
     found = dict(_read_variable(text, known) for text in given)
     if image is not None:
         if pool_type == "process":
-            raise ConfigError(
-                "A pool of processes starts no container.",
-                field="--image",
-                value=image,
-                remedy="Leave --image out, or name a pool of type docker or kubernetes.",
-            )
+            remedy = "Leave --image out, or name a pool of type docker or kubernetes."
+            raise ConfigError("A pool of processes starts no container.", field="--image", value=image, remedy=remedy)
         found["image"] = image
     if pool_type != "process" and not found.get("image"):
-        raise ConfigError(
-            "The run needs an image with trainflow and the project in it.",
-            field="--image",
-            remedy="Build one from deployments/Dockerfile, and name it: --image registry.example/digits:1",
-        )
+        what = "The run needs an image with trainflow and the project in it."
+        remedy = "Build one from deployments/Dockerfile, and name it: --image registry.example/digits:1"
+        raise ConfigError(what, field="--image", remedy=remedy)
     own = found.get("env") if isinstance(found.get("env"), dict) else {}
     return {**found, "env": {**(own or {}), **env}}
 
@@ -437,19 +422,11 @@ def _read_variable(text: str, known: Mapping[str, Any]) -> tuple[str, Any]:
     """The name and the value in ``NAME=VALUE``; where the pool says what it knows, one of its variables."""
     name, equals, value = text.partition("=")
     if not equals or not name:
-        raise ConfigError(
-            "A job variable has the form NAME=VALUE.",
-            field="--job-variable",
-            value=text,
-            remedy="Write for example --job-variable image_pull_policy=Always.",
-        )
+        remedy = "Write for example --job-variable image_pull_policy=Always."
+        raise ConfigError("A job variable has the form NAME=VALUE.", field="--job-variable", value=text, remedy=remedy)
     if known and name not in known:
-        raise ConfigError(
-            "The work pool has no such variable.",
-            field="--job-variable",
-            value=name,
-            remedy=suggestion(name, sorted(known)),
-        )
+        remedy = suggestion(name, sorted(known))
+        raise ConfigError("The work pool has no such variable.", field="--job-variable", value=name, remedy=remedy)
     try:
         return name, parse_override_value(value)
     except ValueError as error:
@@ -462,11 +439,8 @@ def _require_server() -> None:
     from prefect.settings import get_current_settings
 
     if not get_current_settings().api.url:
-        raise ConfigError(
-            "A deployment needs a Prefect server that stays.",
-            field="PREFECT_API_URL",
-            remedy="Start one (prefect server start) and set PREFECT_API_URL; or use `trainflow serve` on one machine.",
-        )
+        remedy = "Start one (prefect server start) and set PREFECT_API_URL; or use `trainflow serve` on one machine."
+        raise ConfigError("A deployment needs a Prefect server that stays.", field="PREFECT_API_URL", remedy=remedy)
 
 
 def _forget_planned_runs(name: str) -> None:

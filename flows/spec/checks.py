@@ -39,12 +39,9 @@ def check_adapters(spec: PipelineSpec) -> None:
     if not (spec.publish.enabled and spec.publish.merge_adapters):
         return
     if recipe_name(spec.recipe) in ABOUT and not spec.train.model.get("adapter"):
-        raise ConfigError(
-            "The spec trains no adapters, so there are none to merge.",
-            field="publish.merge_adapters",
-            value="true",
-            remedy="Remove it: all weights of the model are published. Or add train.model.adapter={kind: lora}.",
-        )
+        what = "The spec trains no adapters, so there are none to merge."
+        remedy = "Remove it: all weights of the model are published. Or add train.model.adapter={kind: lora}."
+        raise ConfigError(what, field="publish.merge_adapters", value="true", remedy=remedy)
 
 
 _TRACKING_SCHEMES = {
@@ -89,17 +86,12 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
             # A known token is refused under any name: `options.note=hf_...` leaks it just as well.
             variable = "HF_TOKEN" if "hf_" in value else "that its client reads"
         if variable is not None:
-            raise ConfigError(
-                "A secret has no place in a spec: specs are stored and shown.",
-                field=key,
-                remedy=f"Remove it here and set the environment variable {variable}.",
-            )
+            remedy = f"Remove it here and set the environment variable {variable}."
+            raise ConfigError("A secret has no place in a spec: specs are stored and shown.", field=key, remedy=remedy)
         if in_url:
-            raise ConfigError(
-                "A URL with a password has no place in a spec: specs are stored and shown.",
-                field=key,
-                remedy="Remove the user and password and set the client's own environment variables.",
-            )
+            what = "A URL with a password has no place in a spec: specs are stored and shown."
+            remedy = "Remove the user and password and set the client's own environment variables."
+            raise ConfigError(what, field=key, remedy=remedy)
 
 
 def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
@@ -141,12 +133,9 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
         wanted = {stage.recipe_function, INSTEAD.get(str(stage.recipe_function))}
         missing = all(defined is not None and not wanted & set(defined) for defined in names)
         if stage.recipe_function is not None and missing:
-            raise ConfigError(
-                f"The recipe has no function '{stage.recipe_function}'.",
-                field=field,
-                value=recipe,
-                remedy=f"Define {stage.recipe_function}; docs/recipes/own.md shows its arguments.",
-            )
+            what = f"The recipe has no function '{stage.recipe_function}'."
+            remedy = f"Define {stage.recipe_function}; docs/recipes/own.md shows its arguments."
+            raise ConfigError(what, field=field, value=recipe, remedy=remedy)
     resolver.check_sources(spec.prepare.sources)
 
 
@@ -184,12 +173,9 @@ def _check_storage(spec: PipelineSpec) -> None:
     for stage in all_stages():
         launch = getattr(stage.config(spec), "launch", None)
         if launch is not None and launch.kind != "in_process":
-            raise ConfigError(
-                "A memory:// storage exists inside one process, and stages run in other processes.",
-                field="storage",
-                value=spec.storage,
-                remedy=f"Choose a folder or another store, or set {stage.section}.launch=in_process.",
-            )
+            what = "A memory:// storage exists inside one process, and stages run in other processes."
+            remedy = f"Choose a folder or another store, or set {stage.section}.launch=in_process."
+            raise ConfigError(what, field="storage", value=spec.storage, remedy=remedy)
 
 
 def _check_refresh(spec: PipelineSpec) -> None:
@@ -203,12 +189,8 @@ def _check_refresh(spec: PipelineSpec) -> None:
             )
         stage = stages[name]
         if stage.name != stage.section and {stage.name, stage.section} <= set(spec.refresh):
-            raise ConfigError(
-                f"The stage {stage.name} is named twice.",
-                field=field,
-                value=describe(age),
-                remedy=f"Keep refresh.{stage.section}.",
-            )
+            what = f"The stage {stage.name} is named twice."
+            raise ConfigError(what, field=field, value=describe(age), remedy=f"Keep refresh.{stage.section}.")
 
 
 def _check_tracking(spec: PipelineSpec) -> None:
@@ -233,12 +215,9 @@ def _check_tracking(spec: PipelineSpec) -> None:
 def _refuse_read_only(url: str, field: str) -> None:
     """Refuse the address of a web server, which takes no files: the stage would fail after all that comes before it."""
     if url.lower().startswith(("http://", "https://")):
-        raise ConfigError(
-            "Files can be read from this kind of address, and none can be written.",
-            field=field,
-            value=url,
-            remedy="Give a folder, s3://bucket/path or another store; the server of an S3 store is AWS_ENDPOINT_URL.",
-        )
+        what = "Files can be read from this kind of address, and none can be written."
+        remedy = "Give a folder, s3://bucket/path or another store; the server of an S3 store is AWS_ENDPOINT_URL."
+        raise ConfigError(what, field=field, value=url, remedy=remedy)
 
 
 def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
@@ -248,20 +227,14 @@ def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
             continue
         for name, remedy in DECIDED.items():
             if config.args.get(name) is not None:
-                raise ConfigError(
-                    "The pipeline decides this argument.",
-                    field=f"{stage.section}.args.{name}",
-                    value=config.args[name],
-                    remedy=remedy,
-                )
+                what = "The pipeline decides this argument."
+                raise ConfigError(what, field=f"{stage.section}.args.{name}", value=config.args[name], remedy=remedy)
         _check_argument_files(config.args, resolver, stage.section)
     train = resolver.arguments(spec.train.args)
     if str(train.eval_strategy) != "no" and spec.train.eval_split is None:
-        raise ConfigError(
-            "Evaluation while training is switched on, but no split is named.",
-            field="train.eval_split",
-            remedy="Set train.eval_split=validation (a split that prepare makes), or train.args.eval_strategy=no.",
-        )
+        what = "Evaluation while training is switched on, but no split is named."
+        remedy = "Set train.eval_split=validation (a split that prepare makes), or train.args.eval_strategy=no."
+        raise ConfigError(what, field="train.eval_split", remedy=remedy)
 
 
 def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section: str) -> None:
@@ -303,24 +276,17 @@ def _require_folder(storage: str, field: str) -> None:
     from trainer_lib.storage import Store
 
     if not Store.open(storage, field="storage").is_local:
-        raise ConfigError(
-            "Slurm writes what a job prints into a folder, and this storage is not one.",
-            field="storage",
-            value=storage,
-            remedy=f"Name a folder that all machines of the cluster see: {field}.engine_options.folder.",
-        )
+        what = "Slurm writes what a job prints into a folder, and this storage is not one."
+        remedy = f"Name a folder that all machines of the cluster see: {field}.engine_options.folder."
+        raise ConfigError(what, field="storage", value=storage, remedy=remedy)
 
 
 def _require_one_machine(settings: LaunchSettings, field: str) -> None:
     # `nodes` may be a range ("2:4"), so it is compared as text.
     if str(settings.nodes) != "1" or settings.kind == "environment":
         name = "nodes" if str(settings.nodes) != "1" else "kind"
-        raise ConfigError(
-            "Only train runs on several machines; the other stages run on one.",
-            field=f"{field}.{name}",
-            value=getattr(settings, name),
-            remedy="Remove it here.",
-        )
+        what = "Only train runs on several machines; the other stages run on one."
+        raise ConfigError(what, field=f"{field}.{name}", value=getattr(settings, name), remedy="Remove it here.")
 
 
 def _check_metrics(spec: PipelineSpec) -> None:
@@ -335,12 +301,9 @@ def _check_gates(spec: PipelineSpec) -> None:
     config = spec.evaluate
     guarded = [stage for stage in all_stages() if stage.gated and stage.is_enabled(spec)]
     if config.require and guarded and not config.enabled:
-        raise ConfigError(
-            f"The spec requires something of the evaluation (evaluate.require), which {guarded[0].name} waits for.",
-            field="evaluate.enabled",
-            value=False,
-            remedy=f"Leave evaluate on, or switch {guarded[0].section} off as well.",
-        )
+        what = f"The spec requires something of the evaluation (evaluate.require), which {guarded[0].name} waits for."
+        remedy = f"Leave evaluate on, or switch {guarded[0].section} off as well."
+        raise ConfigError(what, field="evaluate.enabled", value=False, remedy=remedy)
     tasks = spec.benchmark_tasks
     for metric in config.require:
         if not any(metric.startswith(f"{split}_") for split in (*config.splits, "overall", *tasks)):
@@ -370,12 +333,8 @@ def _check_comparisons(spec: PipelineSpec, resolver: Resolver) -> None:
 def _check_compared(spec: PipelineSpec, resolver: Resolver, field: str, metric: str) -> None:
     config = spec.evaluate
     if not config.enabled:
-        raise ConfigError(
-            "The models are compared by what evaluate measures, which the spec leaves out.",
-            field=field,
-            value=metric,
-            remedy="Leave evaluate on, or remove the metric.",
-        )
+        what = "The models are compared by what evaluate measures, which the spec leaves out."
+        raise ConfigError(what, field=field, value=metric, remedy="Leave evaluate on, or remove the metric.")
     split = next((split for split in config.splits if metric.startswith(f"{split}_") and metric != f"{split}_"), None)
     if split is None:
         raise names_no_split(metric, config.splits, field=field, value=metric)
@@ -417,12 +376,9 @@ def names_no_split(metric: str, splits: Sequence[str], *, field: str, value: str
     """The error of a metric whose name begins with that of no split."""
     options = [f"{split}_{metric.partition('_')[2] or metric}" for split in splits]
     options += [f"{split}_{metric}" for split in splits]
-    return ConfigError(
-        "The name of a metric begins with that of a split in evaluate.splits.",
-        field=field,
-        value=value,
-        remedy=f"Did you mean '{nearest(metric, options) or options[-1]}'?",
-    )
+    what = "The name of a metric begins with that of a split in evaluate.splits."
+    remedy = f"Did you mean '{nearest(metric, options) or options[-1]}'?"
+    return ConfigError(what, field=field, value=value, remedy=remedy)
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -453,18 +409,11 @@ def check_splits(spec: PipelineSpec, prepared: Mapping[str, PreparedSplit]) -> N
         if split in prepared:
             continue
         near = nearest(split, list(prepared))
-        raise ConfigError(
-            "The prepared data has no such split.",
-            field=field,
-            value=split,
-            remedy=(f"Did you mean '{near}'? " if near else "") + f"Prepared were: {', '.join(prepared)}.",
-        )
+        remedy = (f"Did you mean '{near}'? " if near else "") + f"Prepared were: {', '.join(prepared)}."
+        raise ConfigError("The prepared data has no such split.", field=field, value=split, remedy=remedy)
     for column in spec.evaluate.slices if spec.evaluate.enabled else ():
         for split in spec.evaluate.splits:
             if column not in prepared[split].columns:
-                raise ConfigError(
-                    f"The rows of the split '{split}' have no such column.",
-                    field="evaluate.slices",
-                    value=column,
-                    remedy=suggestion(column, prepared[split].columns),
-                )
+                what = f"The rows of the split '{split}' have no such column."
+                remedy = suggestion(column, prepared[split].columns)
+                raise ConfigError(what, field="evaluate.slices", value=column, remedy=remedy)

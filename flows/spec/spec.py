@@ -155,8 +155,7 @@ class PipelineSpec(Settings):
         description="Folder the recipe's imports start from; unset: the nearest with pyproject.toml, else the spec's.",
     )
     folder: str | None = Field(
-        default=None,
-        description="Folder that relative paths among the recipe's options start from; unset: the spec's.",
+        default=None, description="Folder that relative paths among the recipe's options start from; unset: the spec's."
     )
     storage: str = Field(
         default=".trainflow",
@@ -210,10 +209,7 @@ class PipelineSpec(Settings):
         """The settings of predict; what it leaves unset is taken from train."""
         own = self.predict
         return own.model_copy(
-            update={
-                "args": {**self.train.args, **own.args},
-                "launch": own.launch or self.train.launch.on_one_machine(),
-            }
+            update={"args": {**self.train.args, **own.args}, "launch": own.launch or self.train.launch.on_one_machine()}
         )
 
     def publish_config(self) -> PublishConfig:
@@ -424,12 +420,9 @@ def _read_reference(reference: Mapping[str, Any]) -> dict[str, Any]:
     folder, _, name = str(reference["spec_file"]).rpartition("/")
     data = Store.open(folder).read_bytes(name)
     if hashlib.sha256(data).hexdigest() != reference["sha256"]:
-        raise DamagedError(
-            "The file of this spec was changed after the run was planned.",
-            field="spec",
-            value=reference["spec_file"],
-            remedy="Run the spec again, or deploy it again.",
-        )
+        what = "The file of this spec was changed after the run was planned."
+        remedy = "Run the spec again, or deploy it again."
+        raise DamagedError(what, field="spec", value=reference["spec_file"], remedy=remedy)
     return parse_json(data, dict)
 
 

@@ -65,11 +65,9 @@ def _load_json(path: Path, text: str) -> Any:
         return parse_json(text, unique=True)
     except ValueError as error:
         line = getattr(error, "lineno", None)
-        raise ConfigError(
-            f"The file is not valid JSON: {getattr(error, 'msg', error)}.",
-            field=str(path) if line is None else f"{path}, line {line}",
-            remedy="Correct the file.",
-        ) from error
+        what = f"The file is not valid JSON: {getattr(error, 'msg', error)}."
+        remedy = "Correct the file."
+        raise ConfigError(what, field=str(path) if line is None else f"{path}, line {line}", remedy=remedy) from error
 
 
 def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
@@ -94,21 +92,14 @@ def apply_override(raw: dict[str, Any], text: str) -> str:
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
-        raise ConfigError(
-            "An override has the form key=value.",
-            field=key or "override",
-            value=value_text if equals else None,
-            remedy="Write for example train.args.seed=1.",
-        )
+        what = "An override has the form key=value."
+        remedy = "Write for example train.args.seed=1."
+        raise ConfigError(what, field=key or "override", value=value_text if equals else None, remedy=remedy)
     try:
         value = parse_override_value(value_text.strip())
     except ValueError as error:
-        raise ConfigError(
-            f"This is not a value: {error} (from the command line: {key}=…).",
-            field=key,
-            value=value_text,
-            remedy="Quote it for the shell.",
-        ) from error
+        what = f"This is not a value: {error} (from the command line: {key}=…)."
+        raise ConfigError(what, field=key, value=value_text, remedy="Quote it for the shell.") from error
     set_field(raw, key, value, shown=value_text, where=f"from the command line: {key}=…")
     return key
 
@@ -133,11 +124,7 @@ def set_field(raw: dict[str, Any], key: str, value: Any, *, shown: str, where: s
         elif part == "launch" and isinstance(inner, str):
             inner = place[part] = {"kind": inner}
         if not isinstance(inner, dict):
-            raise ConfigError(
-                f"'{'.'.join(parts[:depth])}' holds one value, so nothing below it can be set ({where}).",
-                field=key,
-                value=shown,
-                remedy=f"Set {'.'.join(parts[:depth])} itself.",
-            )
+            what = f"'{'.'.join(parts[:depth])}' holds one value, so nothing below it can be set ({where})."
+            raise ConfigError(what, field=key, value=shown, remedy=f"Set {'.'.join(parts[:depth])} itself.")
         place = inner
     place[parts[-1]] = value

@@ -89,10 +89,7 @@ def _of_objective(
     evaluator = FanovaImportanceEvaluator(seed=0)
     return [
         (f"History of {name}", lambda: plots.plot_optimization_history(study, **options)),
-        (
-            f"Importance for {name}",
-            lambda: plots.plot_param_importances(study, evaluator=evaluator, **options),
-        ),
+        (f"Importance for {name}", lambda: plots.plot_param_importances(study, evaluator=evaluator, **options)),
         (f"Values and {name}", lambda: plots.plot_parallel_coordinate(study, **options)),
     ]
 

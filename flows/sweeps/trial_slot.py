@@ -44,13 +44,7 @@ from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import parse_spec
 from trainflow.flows.spec.sweep_settings import OBJECTIVE, SWEEP, TRIAL
 from trainflow.flows.sweeps.ledger import Claim, Ledger
-from trainflow.flows.sweeps.trial_specs import (
-    PARENT,
-    missing_metric,
-    pruning_metric,
-    sweep_of,
-    trial_spec,
-)
+from trainflow.flows.sweeps.trial_specs import PARENT, missing_metric, pruning_metric, sweep_of, trial_spec
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.progress import Event, subscribe

@@ -35,11 +35,9 @@ _FIXED = ("space", "objective", "direction", "sampler", "seed")
 def sweep_of(spec: PipelineSpec) -> SweepSettings:
     """The sweep section of a spec. Raises ConfigError if it has none."""
     if spec.sweep is None:
-        raise ConfigError(
-            "The spec has no section `sweep`, which says what is varied and measured.",
-            field="sweep",
-            remedy="Add space, objective, direction and trials; docs/sweeps.md shows one.",
-        )
+        what = "The spec has no section `sweep`, which says what is varied and measured."
+        remedy = "Add space, objective, direction and trials; docs/sweeps.md shows one."
+        raise ConfigError(what, field="sweep", remedy=remedy)
     return spec.sweep
 
 
@@ -169,11 +167,8 @@ def _check_field(spec: PipelineSpec, key: str, dimension: list[Any] | Range, res
             else f"Name fields of {', '.join(_VARIED)}, such as train.args.learning_rate.",
         )
     if getattr(spec, section).affects().get(key.split(".")[1]) == "nothing":
-        raise ConfigError(
-            "This field changes no training, so trials would be equal.",
-            field=f"sweep.space.{key}",
-            remedy="Set it in the spec, for all trials.",
-        )
+        what = "This field changes no training, so trials would be equal."
+        raise ConfigError(what, field=f"sweep.space.{key}", remedy="Set it in the spec, for all trials.")
     for value in _candidates(dimension):
         with _about(key):
             own = with_values(spec, {key: value})
@@ -212,12 +207,9 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
         _check_trained(spec, name, field)
         return
     if not spec.evaluate.enabled:
-        raise ConfigError(
-            "The spec leaves evaluate out, which would measure this.",
-            field=field,
-            value=name,
-            remedy="Leave evaluate on, or name a metric of the evaluations while training (eval_<name>).",
-        )
+        what = "The spec leaves evaluate out, which would measure this."
+        remedy = "Leave evaluate on, or name a metric of the evaluations while training (eval_<name>)."
+        raise ConfigError(what, field=field, value=name, remedy=remedy)
     late = ("overall", *spec.benchmark_tasks)
     if not any(name.startswith(f"{split}_") for split in (*spec.evaluate.splits, *late)):
         raise names_no_split(name, spec.evaluate.splits, field=field, value=name)
@@ -258,12 +250,9 @@ def _check_pruner(spec: PipelineSpec, resolver: Resolver) -> None:
 
 def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, value: str | None) -> None:
     if str(resolver.arguments(spec.train.args).eval_strategy) == "no" or spec.train.eval_split is None:
-        raise ConfigError(
-            "This needs evaluations while training, and the spec has none.",
-            field=field,
-            value=value,
-            remedy="Set train.eval_split and train.args.eval_strategy (steps or epoch).",
-        )
+        what = "This needs evaluations while training, and the spec has none."
+        remedy = "Set train.eval_split and train.args.eval_strategy (steps or epoch)."
+        raise ConfigError(what, field=field, value=value, remedy=remedy)
 
 
 def _changes(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

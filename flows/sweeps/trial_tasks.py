@@ -117,11 +117,7 @@ _log = logging.getLogger(__name__)
 
 
 def run_as_flow(
-    spec: PipelineSpec,
-    settings: SweepSettings,
-    work: Callable[[UnseenTrials], str],
-    *,
-    debug: bool,
+    spec: PipelineSpec, settings: SweepSettings, work: Callable[[UnseenTrials], str], *, debug: bool
 ) -> None:
     """Do the work of a sweep inside a flow of Prefect.
 

@@ -59,8 +59,7 @@ def list_(form: BareForm, url: Url) -> Answer:
 
 @command("trainflow checkpoints verify .trainflow")
 def verify(
-    form: Form,
-    url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")],
+    form: Form, url: Annotated[str, typer.Argument(metavar="URL", help="A checkpoint, or a folder of them.")]
 ) -> Answer:
     """Read every byte of committed checkpoints and compare sizes and digests. Exit code 16 if one is damaged."""
     entries = find(url)
@@ -130,13 +129,7 @@ def import_(
     recipe, function = _function(model) if model is not None else (None, None)
     output, read = Store.open(destination, field="destination"), Store.open(source, field="source")
     require_importable(read)  # before a worker is started
-    request = ImportRequest(
-        output=output.url,
-        source=read.url,
-        recipe=recipe,
-        model=function,
-        debug=form.debug,
-    )
+    request = ImportRequest(output=output.url, source=read.url, recipe=recipe, model=function, debug=form.debug)
     out = terminal.console(stderr=True, quiet=form.quiet)
     with stoppable(out.print, remedy="Nothing was committed; run it again."), out.status("importing"):
         result = launch(
@@ -364,12 +357,9 @@ def _damage(problems: dict[str, list[str]]) -> DamagedError | None:
     damaged = [f"{shown(url)}: {problem}" for url, sentences in problems.items() for problem in sentences]
     if not damaged:
         return None
-    return DamagedError(
-        f"{damaged[0]}" + (f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else "") + ".",
-        field="checkpoints",
-        remedy="A resume takes the newest intact one by itself; remove the damaged folder.",
-        details="\n".join(damaged),
-    )
+    more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+    remedy = "A resume takes the newest intact one by itself; remove the damaged folder."
+    return DamagedError(f"{damaged[0]}{more}.", field="checkpoints", remedy=remedy, details="\n".join(damaged))
 
 
 # -- garbage ----------------------------------------------------------------------------------------------------------

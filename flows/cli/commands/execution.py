@@ -124,12 +124,7 @@ def _launch_of(spec: PipelineSpec) -> LaunchConfig:
     trainflow why pipeline.yaml
     trainflow why pipeline.yaml train.args.learning_rate=1e-3 --json
 """)
-def why(
-    form: BareForm,
-    words: SpecWords,
-    start: From = None,
-    from_run: FromRun = None,
-) -> Answer:
+def why(form: BareForm, words: SpecWords, start: From = None, from_run: FromRun = None) -> Answer:
     """Show for each stage whether its result is committed and intact, and if not, what differs. Runs nothing."""
     from trainflow.flows.planning.plan import Plan
 
@@ -170,11 +165,9 @@ def resume(
 
     out = form.console()
     if (place := storage or storage_here()) is None:
-        raise ConfigError(
-            "No storage was named, and this folder has neither a single spec nor .trainflow.",
-            field="--storage",
-            remedy="Name the storage of the run: trainflow resume --storage URL.",
-        )
+        what = "No storage was named, and this folder has neither a single spec nor .trainflow."
+        remedy = "Name the storage of the run: trainflow resume --storage URL."
+        raise ConfigError(what, field="--storage", remedy=remedy)
     past = _choose(place, run, out.print)
     spec, stages = prepare_resumption(place, past, out.print)
     execute(
@@ -206,19 +199,12 @@ def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> Past
 def _refuse_other_words(run: str) -> None:
     """Raises ConfigError for what people give in place of a run's id."""
     if "=" in run:
-        raise ConfigError(
-            "`resume` uses the recorded settings and takes no overrides.",
-            field="RUN",
-            value=run,
-            remedy=f"To change settings: trainflow run SPEC {run} --from-run ID.",
-        )
+        what = "`resume` uses the recorded settings and takes no overrides."
+        remedy = f"To change settings: trainflow run SPEC {run} --from-run ID."
+        raise ConfigError(what, field="RUN", value=run, remedy=remedy)
     if run.endswith(SPEC_ENDINGS) and Path(run).is_file():
-        raise ConfigError(
-            "This is a spec, not the id of a run.",
-            field="RUN",
-            value=run,
-            remedy=f"To resume a spec, run the command that started it: trainflow run {run}.",
-        )
+        remedy = f"To resume a spec, run the command that started it: trainflow run {run}."
+        raise ConfigError("This is a spec, not the id of a run.", field="RUN", value=run, remedy=remedy)
 
 
 @command("trainflow join 10.0.0.1:29500 --processes 4")
@@ -268,13 +254,7 @@ def _follow_leader(config: LaunchConfig, out: Console) -> None:
 
 
 def execute(
-    spec: PipelineSpec,
-    *,
-    title: str,
-    again: Sequence[str],
-    place: Sequence[str],
-    form: Form,
-    **choice: Any,
+    spec: PipelineSpec, *, title: str, again: Sequence[str], place: Sequence[str], form: Form, **choice: Any
 ) -> None:
     """Run a pipeline and show how it goes.
 

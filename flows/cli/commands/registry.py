@@ -44,10 +44,7 @@ Alias = Annotated[str, typer.Option(metavar="ALIAS", help="The alias that moves.
     trainflow models
     trainflow models pipeline.yaml --json
 """)
-def models(
-    form: BareForm,
-    place: PlaceWords,
-) -> Answer:
+def models(form: BareForm, place: PlaceWords) -> Answer:
     """List the registered models: versions, aliases, scores, and why the champion moved or did not."""
     with _registry(place.choose("models"), "models") as client:
         versions = list(mlflow_registry.list_versions(client))
@@ -89,23 +86,16 @@ def promote(
             _require_gates(client, name, version, spec, storage)
         verdict = mlflow_registry.promote(client, name, version, alias=alias)
     if not verdict.promoted:
-        raise ConfigError(
-            f"Version {version} does not become {alias}: {verdict.reason}",
-            field="promote",
-            value=f"{name}/{version}",
-            remedy="Train a better model, or set the alias in MLflow by hand.",
-        )
+        what = f"Version {version} does not become {alias}: {verdict.reason}"
+        remedy = "Train a better model, or set the alias in MLflow by hand."
+        raise ConfigError(what, field="promote", value=f"{name}/{version}", remedy=remedy)
     line = Text(f"{name} version {version} is {alias}. {verdict.reason}", "green")
     return Answer({"name": name, "alias": alias, "verdict": vars(verdict)}, lambda: [line])
 
 
 @command("trainflow rollback digits")
 def rollback(
-    form: Form,
-    name: Name,
-    alias: Alias = mlflow_registry.CHAMPION,
-    spec: Spec = None,
-    storage: StorageUrl = None,
+    form: Form, name: Name, alias: Alias = mlflow_registry.CHAMPION, spec: Spec = None, storage: StorageUrl = None
 ) -> Answer:
     """Give the champion's alias back to the version that had it before."""
     with _registry(find_storage(spec, None, storage, command="rollback"), "rollback") as client:
@@ -129,12 +119,8 @@ def _require_gates(client: Any, name: str, version: str, spec: Path | None, stor
         if parsed is not None and parsed.register.name == name and (evaluation is not None or recorded is None):
             judge(parsed.evaluate, evaluation).enforce("promoted")
         elif recorded is not None and recorded.startswith("failed"):
-            raise GateError(
-                f"The model is not promoted: its run recorded that the gates {recorded}.",
-                field="promote",
-                value=f"{name} {version}",
-                remedy="Train a better model.",
-            )
+            what = f"The model is not promoted: its run recorded that the gates {recorded}."
+            raise GateError(what, field="promote", value=f"{name} {version}", remedy="Train a better model.")
     except GateError as error:
         error.remedy = f"{error.remedy} --ignore-gates promotes this one all the same."
         raise
@@ -147,21 +133,15 @@ def _registry(chosen: Chosen, name: str) -> Iterator[Any]:
     try:
         yield connect_timed(uri, Clock())
     except (GoneError, RefusedError) as error:
-        raise ConfigError(
-            f"The registry does not have this: {first_line(error.__cause__ or error)}.",
-            field=name,
-            value=mask(uri),
-            remedy="trainflow models lists the models, their versions and aliases.",
-        ) from error
+        what = f"The registry does not have this: {first_line(error.__cause__ or error)}."
+        remedy = "trainflow models lists the models, their versions and aliases."
+        raise ConfigError(what, field=name, value=mask(uri), remedy=remedy) from error
     except (ConfigError, GateError, typer.Exit):
         raise
     except Exception as error:  # whatever mlflow raises
-        raise StoreUnreachableError(
-            f"The registry does not answer: {shorten(error)}.",
-            field=name,
-            value=mask(uri),
-            remedy="Nothing was changed. Run the same command again when it answers.",
-        ) from error
+        what = f"The registry does not answer: {shorten(error)}."
+        remedy = "Nothing was changed. Run the same command again when it answers."
+        raise StoreUnreachableError(what, field=name, value=mask(uri), remedy=remedy) from error
 
 
 def _lines(version: dict[str, Any]) -> Iterator[Text]:

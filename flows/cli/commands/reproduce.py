@@ -56,12 +56,8 @@ def lineage(
 ) -> Answer | None:
     """Print what a model was made from: sources, stages, checkpoints, MLflow run, registered versions, publication."""
     if output_format not in _FORMATS:
-        raise ConfigError(
-            "There is no such format.",
-            field="--format",
-            value=output_format,
-            remedy=f"Choose one of {', '.join(_FORMATS)}.",
-        )
+        remedy = f"Choose one of {', '.join(_FORMATS)}."
+        raise ConfigError("There is no such format.", field="--format", value=output_format, remedy=remedy)
     from trainflow.flows.lineage.lineage_checks import find_tracked
 
     chain, config = _find(address, storage, lenient=False)
@@ -79,17 +75,12 @@ def lineage(
         why = error.message
     notes = [] if form.quiet else [_fact("note", note) for note in chain.notes]
     return Answer(
-        _chain_record(chain, tracked, why),
-        lambda: [*_chain_lines(chain), *_tracked_lines(tracked, why), *notes],
+        _chain_record(chain, tracked, why), lambda: [*_chain_lines(chain), *_tracked_lines(tracked, why), *notes]
     )
 
 
 @command("trainflow verify .trainflow/hub/digits")
-def verify(
-    form: Form,
-    address: Address,
-    storage: StorageUrl = None,
-) -> Answer:
+def verify(form: Form, address: Address, storage: StorageUrl = None) -> Answer:
     """Hash every link again, and name the link and the file that breaks. Exit code 16 if one does.
 
     What cannot be reached from this machine is named as not checked; it does not count as held.

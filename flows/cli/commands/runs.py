@@ -64,12 +64,9 @@ def parse_filter(text: str) -> Filter:
             return Filter(match[1], match[2], float(match[3]))
     except ValueError:
         pass
-    raise ConfigError(
-        "A condition is a metric, a comparison and a number.",
-        field="--metric",
-        value=text,
-        remedy='Write for example --metric "test_accuracy>=0.9"; <, <=, >, >=, == and != are known.',
-    )
+    what = "A condition is a metric, a comparison and a number."
+    remedy = 'Write for example --metric "test_accuracy>=0.9"; <, <=, >, >=, == and != are known.'
+    raise ConfigError(what, field="--metric", value=text, remedy=remedy)
 
 
 def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], Any], bool]:
@@ -196,12 +193,7 @@ def show(
 
 
 @command("trainflow compare 3fa9c1 last")
-def compare(
-    form: BareForm,
-    old: Run,
-    new: Run,
-    place: PlaceWords,
-) -> Answer:
+def compare(form: BareForm, old: Run, new: Run, place: PlaceWords) -> Answer:
     """Show how the second run differs from the first: settings, code, data, versions, arguments, then the metrics."""
     chosen = place.choose("compare")
     from trainflow.flows.runs.run_details import compare_runs, read_details
@@ -234,12 +226,8 @@ def _require_states(names: Iterable[str]) -> None:
     """Raises ConfigError for a word that is not the state of a run."""
     for name in names:
         if name not in _STATES:
-            raise ConfigError(
-                f"This is not the state of a run; there are {', '.join(_STATES)}.",
-                field="--state",
-                value=name,
-                remedy=suggestion(name, _STATES),
-            )
+            what = f"This is not the state of a run; there are {', '.join(_STATES)}."
+            raise ConfigError(what, field="--state", value=name, remedy=suggestion(name, _STATES))
 
 
 def _started(run: PastRun) -> datetime:

@@ -37,8 +37,7 @@ def init(
     form: Form,
     name: Annotated[Path, typer.Argument(metavar="NAME", help="A new folder; its name is the pipeline's.")],
     recipe: Annotated[
-        str,
-        typer.Option(help=f"One of trainflow's own recipes: {', '.join(ABOUT)}.", autocompletion=complete_recipe),
+        str, typer.Option(help=f"One of trainflow's own recipes: {', '.join(ABOUT)}.", autocompletion=complete_recipe)
     ] = "tabular-classification",
     source: Annotated[
         str | None,

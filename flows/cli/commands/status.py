@@ -82,11 +82,7 @@ def status(
             warnings = [*_mark(root, statuses), *_deliver(chosen)]
     if not form.as_json:
         terminal.show([Text(f"warning: {warning}", "yellow") for warning in warnings], stderr=True)
-    record = {
-        "storage": root,
-        "warnings": warnings,
-        "runs": [{**run.to_dict(), **_progress(run)} for run in statuses],
-    }
+    record = {"storage": root, "warnings": warnings, "runs": [{**run.to_dict(), **_progress(run)} for run in statuses]}
     return Answer(
         record, lambda: [*_lines(statuses, root, bare=form.quiet), *([] if form.quiet else _stages(statuses))]
     )

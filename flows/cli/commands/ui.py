@@ -114,12 +114,9 @@ def _find_place(words: PlaceWords, run: str | None) -> TrackingPlace:
         uri = chosen.tracking.uri or default_tracking_uri(chosen.place)
         place = TrackingPlace(uri, _find_run(chosen.place, run, chosen.pipeline))
     if place.sqlite_file is not None and not place.sqlite_file.is_file():
-        raise ConfigError(
-            "No run has been recorded there yet.",
-            field="tracking",
-            value=str(place.sqlite_file),
-            remedy="Run a pipeline first (trainflow run SPEC), or name the storage that it used.",
-        )
+        what = "No run has been recorded there yet."
+        remedy = "Run a pipeline first (trainflow run SPEC), or name the storage that it used."
+        raise ConfigError(what, field="tracking", value=str(place.sqlite_file), remedy=remedy)
     return place
 
 
@@ -222,12 +219,9 @@ def _checked(port: int | None) -> int:
         try:
             probe.bind((HOST, port or 0))
         except OSError as error:
-            raise ConfigError(
-                f"The port cannot be used: {error.strerror}.",
-                field="--port",
-                value=port,
-                remedy="Name another one, or none: a free one is taken.",
-            ) from error
+            what = f"The port cannot be used: {error.strerror}."
+            remedy = "Name another one, or none: a free one is taken."
+            raise ConfigError(what, field="--port", value=port, remedy=remedy) from error
         return int(probe.getsockname()[1])
 
 
@@ -240,12 +234,9 @@ def _wait(process: subprocess.Popen[bytes], address: str, log: IO[bytes]) -> Non
         time.sleep(0.1)
     log.seek(0)
     lines = log.read().decode(errors="replace").strip().splitlines()
-    raise InfrastructureError(
-        "MLflow's server did not start." + (f" Its log ends: {lines[-1].strip()}" if lines else ""),
-        field="ui",
-        remedy="Run again with --debug for its whole log.",
-        details="\n".join(lines[-60:]),
-    )
+    what = "MLflow's server did not start." + (f" Its log ends: {lines[-1].strip()}" if lines else "")
+    remedy = "Run again with --debug for its whole log."
+    raise InfrastructureError(what, field="ui", remedy=remedy, details="\n".join(lines[-60:]))
 
 
 def _page(address: str, place: TrackingPlace) -> str:
