@@ -30,11 +30,7 @@ NONE_WORDS = frozenset({"none", "null", "~"})
 
 
 def coerce(value: Any, hint: Any, *, field: str) -> Any:
-    """Return `value` converted to the type `hint`. A type that is not known here leaves the value as it is.
-
-    Raises:
-        ConfigError: the value does not fit; the error has `field`, the value and what would fit.
-    """
+    """Return `value` converted to the type `hint`; as it is for a type that is not known here. Raises ConfigError."""
     if hint is Any or hint is object or isinstance(hint, (str, typing.TypeVar, typing.ForwardRef)):
         return value
     origin = typing.get_origin(hint)
@@ -232,10 +228,7 @@ def _dict(value: Any, field: str) -> dict[str, Any]:
 
 
 def read_json_mapping(text: str, *, field: str) -> dict[str, Any]:
-    """Return a mapping written as JSON on a command line, with texts that are numbers or truth values as such.
-
-    Raises ConfigError when it is not JSON.
-    """
+    """A mapping written as JSON on a command line; texts become the numbers and truth values that they spell."""
     found: dict[str, Any] = _json(text, field)
     return {key: _typed(value) for key, value in found.items()}
 
@@ -284,12 +277,9 @@ _SIGNS: Mapping[str, tuple[str, Callable[[float, float], bool]]] = {
 
 
 def coerce_fields(args: Any) -> None:
-    """Convert every field of a dataclass to its declared type.
+    """Convert every field of a dataclass to its declared type. Raises ConfigError.
 
     A field that a subclass adds is its own: a text is converted where it fits, and any other value stays.
-
-    Raises:
-        ConfigError: the value of a field that trainflow declares does not fit.
     """
     cls: type = type(args)
     hints, declared = field_hints(cls), declarations(cls)

@@ -182,15 +182,10 @@ OLD_NAMES: Mapping[str, OldName] = {
 
 
 def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stacklevel: int = 2) -> Changes:
-    """Return `given` with every old name replaced by the new arguments.
+    """Return `given` with every old name but those in `keep`, fields of a subclass, replaced by the new arguments.
 
-    Args:
-        given: names and values as the user wrote them.
-        keep: names to leave as they are, because a subclass has a field of that name.
-        stacklevel: stack level of the warning, counted from the caller.
-
-    Raises:
-        ConfigError: an old name is not supported, or contradicts its new name.
+    `stacklevel` of the warning is counted from the caller. Raises ConfigError for an old name that is not supported, or
+    contradicts its new one.
     """
     old_names = [name for name in given if name in OLD_NAMES and name not in keep]
     out = {name: value for name, value in given.items() if name not in old_names}

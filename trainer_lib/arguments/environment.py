@@ -44,8 +44,6 @@ class Ranks:
     """The place of this process in its job.
 
     Attributes:
-        rank, world_size: number of this process in the whole job, and number of processes.
-        local_rank, local_world_size: number of this process on its machine, and number of processes there.
         master: host and port of the rendezvous with rank 0; None when no variable gives them.
         source: the variable that gave the rank, for messages.
     """
@@ -75,11 +73,7 @@ ALONE = Ranks()
 
 
 def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
-    """Return this process's place in its job; `ALONE` when no launcher set variables.
-
-    Raises:
-        ConfigError: a variable is not a number, or the variables contradict each other.
-    """
+    """Return this process's place in its job; `ALONE` when no launcher set variables. Raises ConfigError."""
     found = read(environ)
     if found.world_size < 1 or not 0 <= found.rank < found.world_size:
         raise ConfigError(
@@ -92,11 +86,7 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
 
 
 def read(environ: Mapping[str, str] | None = None) -> Ranks:
-    """Return this process's place in its job without checking that rank and world size fit each other.
-
-    Raises:
-        ConfigError: a variable is not a number.
-    """
+    """Return this process's place in its job, without comparing rank and world size. Raises ConfigError."""
     env = os.environ if environ is None else environ
     for look in (_torchrun, _slurm, _open_mpi, _indexed_job):
         found = look(env)
@@ -242,7 +232,6 @@ class Machines:
 
     Attributes:
         nodes: number of machines, or a range such as ``"1:4"``.
-        node_rank: number of this machine, from 0.
         processes: processes to start on each machine; None: not given.
         is_exact: `processes` is the job's own setting, not a number of GPUs.
         master: host and port of the rendezvous with machine 0; None when no variable gives them.
@@ -263,11 +252,7 @@ class Machines:
 
 
 def find_machines(environ: Mapping[str, str] | None = None) -> Machines | None:
-    """Return the place of this machine in its job; None when no such scheduler started this process.
-
-    Raises:
-        ConfigError: a variable is not a number, is missing, or contradicts them.
-    """
+    """The place of this machine in its job; None when no such scheduler started this process. Raises ConfigError."""
     env = os.environ if environ is None else environ
     for look in (_kubeflow, _skypilot, _dstack):
         found = look(env)

@@ -139,11 +139,7 @@ def arg(
 
 @functools.cache
 def declarations(cls: type[Any]) -> Mapping[str, Declaration]:
-    """Return the declaration of every field of a dataclass, by name.
-
-    A field that a subclass declares again, for another default say, keeps what its base declared: unit, bounds and what
-    it affects.
-    """
+    """The declaration of every field of a dataclass, by name; a field declared again keeps what its base declared."""
     found: dict[str, Declaration] = {}
     for base in reversed(cls.__mro__):
         own = vars(base).get("__dataclass_fields__", {})

@@ -61,9 +61,7 @@ _FSDP_FLAGS = {
 def adopt_arguments(args: Any) -> TrainingArguments:
     """Return `args` if they are ours; convert those of transformers, and of classes derived from them.
 
-    Raises:
-        ConfigError: the object is not a set of training arguments, has a field that is unknown here, or holds a value
-            that is refused.
+    Raises ConfigError for another object, a field that is unknown here, and a value that is refused.
     """
     if isinstance(args, TrainingArguments):
         return args
@@ -210,13 +208,9 @@ class LauncherSetting(NamedTuple):
 
 
 def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = None) -> TrainingArguments:
-    """Return validated arguments with those that the launcher's environment gives.
+    """Return validated arguments with those that the launcher's environment gives: a copy if it gives any.
 
-    The result is a copy if the launcher gives any, else `args` itself; `args` are validated too.
-
-    Raises:
-        ConfigError: an argument and the environment contradict each other (the error names both values), or the
-            environment asks for something that is not supported.
+    Raises ConfigError for a contradiction (with both values), and for what is not supported.
     """
     args.validate()
     settings = list(implied(os.environ if environ is None else environ))
@@ -230,15 +224,9 @@ def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = 
 
 
 def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str = "") -> dict[str, Any]:
-    """Return a mapping of arguments, such as a spec's `train.args`, with those that the launcher's environment gives.
+    """A mapping of arguments, such as a spec's `train.args`, with those that the launcher's environment gives.
 
-    Args:
-        given: arguments by name; all others are at their defaults.
-        environ: the environment of the launched processes.
-        prefix: stands before the field's name in errors (``train.args``).
-
-    Raises:
-        ConfigError: as `apply_launcher`.
+    `prefix` stands before the field's name in errors (``train.args``), which are those of `apply_launcher`.
     """
     settings = list(implied(environ))
     if not settings:

@@ -57,12 +57,7 @@ def to_sanitized_dict(args: Any) -> dict[str, Any]:
 
 
 def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
-    """The mapping in a JSON (`.json`) or YAML (any other suffix) file.
-
-    Raises:
-        ConfigError: no such file, not JSON or YAML, a key given twice in YAML, or not a mapping of names; `field` says
-            which argument named the file.
-    """
+    """The mapping in a JSON (`.json`) or YAML (any other suffix) file, which `field` names. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

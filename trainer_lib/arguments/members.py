@@ -277,10 +277,7 @@ def _distributed() -> Any:
 
 
 def fill_accelerate_state(args: ArgumentMembers) -> None:
-    """Fill in accelerate's state of this process where accelerate is loaded and has none: its loggers need it.
-
-    Only of a process that trains alone: the state of several comes with their process group.
-    """
+    """Fill in accelerate's state where it is loaded and empty and this process trains alone: its loggers need it."""
     known = getattr(sys.modules.get("accelerate.state"), "PartialState", None)
     with contextlib.suppress(ConfigError):  # about the launcher's variables; the Trainer raises it
         if known is None or known._shared_state or args.world_size > 1:

@@ -41,7 +41,6 @@ def numeric_fields(
     """The arguments that can change the trained weights or the exported model, as plain JSON values.
 
     Args:
-        args: validated arguments.
         data_parallel_size: processes that train on different samples; only the global batch that results counts.
         evaluations_choose: code around the arguments lets evaluations change the weights.
     """

@@ -384,11 +384,7 @@ class TFArguments:
 
 
 class ReplicaStrategy:
-    """The part of `tf.distribute.Strategy` that scripts use; every replica is a process that a launcher started.
-
-    Attributes:
-        num_replicas_in_sync: number of processes that train together.
-    """
+    """The part of `tf.distribute.Strategy` that scripts use; every replica is a process that a launcher started."""
 
     def __init__(self, replicas: int) -> None:
         self.num_replicas_in_sync = replicas
@@ -409,11 +405,7 @@ class ReplicaStrategy:
 
 @dataclass
 class TFTrainingArguments(TFArguments, TrainingArguments):
-    """`TrainingArguments` plus what `TFTrainer` needs.
-
-    Raises:
-        ConfigError: an argument of TPUs or of XLA is set. Further errors are those of `TrainingArguments`.
-    """
+    """`TrainingArguments` plus what `TFTrainer` needs. Raises ConfigError for arguments of TPUs and of XLA."""
 
     @override
     def validate(self) -> None:

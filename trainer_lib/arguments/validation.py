@@ -317,10 +317,9 @@ def _about_sharding(args: ArgumentGroups) -> Iterator[_Finding]:
 
 
 def _float8_recipe(given: Any) -> Any:
-    """Return the name of the recipe that accelerate's AORecipeKwargs, or torchao's configuration, stands for.
+    """The recipe's name out of accelerate's AORecipeKwargs or torchao's configuration; any other value as it is.
 
-    Its emulation, padding and gathering do not count: the Trainer sets them, and FSDP gathers bfloat16. A text, a truth
-    value and None are returned as they are. Raises ConfigError.
+    Emulation, padding and gathering do not count: the Trainer sets them, and FSDP gathers bfloat16. Raises ConfigError.
     """
     if given is None or isinstance(given, str | bool):
         return given

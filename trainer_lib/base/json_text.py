@@ -35,16 +35,10 @@ def parse_json(data: bytes | str, *, unique: bool = False) -> Any: ...
 @overload
 def parse_json(data: bytes | str, kind: type[T], *, unique: bool = False) -> T: ...
 def parse_json(data: bytes | str, kind: type[Any] = object, *, unique: bool = False) -> Any:
-    """Parse JSON.
+    """Parse JSON, UTF-8 or text, whose whole is of `kind`: dict, list or str. Raises ValueError.
 
-    Args:
-        data: UTF-8, or text.
-        kind: the type that the whole has to be of: dict, list or str.
-        unique: refuse an object that names a key twice; readers differ in which of the two they take.
-
-    Raises:
-        ValueError: `data` is not JSON, is of another type, is nested deeper than `MAX_DEPTH`, or has more than
-            `MAX_CONTAINERS` containers.
+    `unique` refuses an object that names a key twice; readers differ in which of the two they take. Nesting is bounded
+    by `MAX_DEPTH`, the number of containers by `MAX_CONTAINERS`.
     """
     text = data if isinstance(data, str) else bytes(data).decode("utf-8")
     # Counting brackets before parsing bounds the memory that parsing takes.
@@ -75,12 +69,7 @@ def read_json(path: Path) -> Any: ...
 @overload
 def read_json(path: Path, kind: type[T]) -> T: ...
 def read_json(path: Path, kind: type[Any] = object) -> Any:
-    """Parse a file of this machine.
-
-    Raises:
-        OSError: it cannot be read.
-        ValueError: as `parse_json`, or it has more than 64 MiB.
-    """
+    """Parse a file of this machine. Raises OSError, and ValueError as `parse_json` or for more than 64 MiB."""
     with path.open("rb") as file:
         # No more than the file has: `read` makes room for all that it is asked for.
         data = file.read(min(os.fstat(file.fileno()).st_size, _FILE_BYTES) + 1)
@@ -102,11 +91,7 @@ def render_sealed(record: Mapping[str, Any]) -> bytes:
 
 
 def parse_sealed(data: bytes) -> dict[str, Any]:
-    """Parse a record and check its seal; one of a version that wrote none is taken as it is.
-
-    Raises:
-        BrokenSealError: the record was changed. ValueError: as `parse_json`.
-    """
+    """Parse a record and check its seal, if it has one. Raises BrokenSealError, or ValueError as `parse_json`."""
     record = parse_json(data, dict, unique=True)
     seal = record.pop("seal", None)
     if seal is not None and seal != seal_of(record):

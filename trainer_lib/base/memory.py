@@ -110,10 +110,7 @@ def read_resident_bytes() -> int:
 
 
 def read_peak_bytes(device: torch.device) -> int:
-    """Return the most memory that this process had at one time, in bytes.
-
-    On a GPU it is what torch's allocator gave out; elsewhere the resident set, with the interpreter and its libraries.
-    """
+    """The most memory that this process had at one time, in bytes: torch's on a GPU, else the resident set."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -55,9 +55,7 @@ def is_less_better(name: str) -> bool:
 class Benchmark:
     """A task of lm-eval, or a file or folder of tasks, with what replaces its own settings; None: those stay.
 
-    Attributes:
-        limit: rows, at most.
-        chat: whether prompts are conversations by the tokenizer's template.
+    `limit`: rows, at most; `chat`: prompts are conversations by the tokenizer's template.
     """
 
     task: str
@@ -84,11 +82,7 @@ class MetricCall:
 
     @classmethod
     def of(cls, value: str | Mapping[str, Any]) -> MetricCall:
-        """The metric of an entry of a spec: a name, or a mapping with `name`, `as`, `input` and arguments.
-
-        Raises:
-            ConfigError: it is not such an entry, or no metric has this name; the remedy has the nearest.
-        """
+        """The metric of an entry of a spec: a name, or a mapping with `name`, `as`, `input` and arguments."""
         if isinstance(value, str):
             value = {"name": value}
         if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):

@@ -134,15 +134,9 @@ def speed_metrics(
     num_steps: float | None = None,
     num_tokens: float | None = None,
 ) -> dict[str, float]:
-    """Compute the duration and the speed of work that ends now.
+    """``<split>_runtime`` in seconds, and ``<split>_{samples,steps,tokens}_per_second`` for the amounts of work given.
 
-    Args:
-        split: the prefix of the names ("train", "eval", "test").
-        start_time: `time.time()` when the work began, in seconds.
-        num_samples, num_steps, num_tokens: the amounts of work.
-
-    Returns:
-        ``<split>_runtime`` in seconds, and ``<split>_{samples,steps,tokens}_per_second`` for each amount given.
+    The work began at `start_time`, of `time.time()`, and ends now.
     """
     runtime = time.time() - start_time
     result = {f"{split}_runtime": round(runtime, 4)}
@@ -185,11 +179,9 @@ _COLUMNS = {"bf16": 1, "fp16": 1, "tf32": 2, "fp32": 3}
 
 
 def find_peak(device: str, precision: str) -> float | None:
-    """Peak FLOP/s of one device; None where the table does not have it, which is so for every CPU.
+    """Peak FLOP/s of one device, by its driver's name for it ("NVIDIA H100 80GB HBM3"); None where it is not known.
 
-    Args:
-        device: its name as the driver gives it ("NVIDIA H100 80GB HBM3").
-        precision: of matrix products: "bf16", "fp16", "tf32" or "fp32".
+    `precision` of matrix products: "bf16", "fp16", "tf32" or "fp32".
     """
     words = f" {device.replace('-', ' ')} "
     row = next((row for row in _PEAKS if f" {row[0]} " in words), None)
@@ -197,12 +189,6 @@ def find_peak(device: str, precision: str) -> float | None:
 
 
 def utilization(flops: float, seconds: float, *, devices: int, device: str, precision: str) -> float | None:
-    """MFU, from 0 to 1; None where the peak is not known or nothing was measured.
-
-    Args:
-        flops: model FLOPs of all devices in those seconds.
-        seconds: spent in training steps, without evaluation and saving.
-        devices: their number.
-    """
+    """MFU, from 0 to 1, of the FLOPs of all devices in the seconds of training steps; None without a peak."""
     peak = find_peak(device, precision)
     return None if peak is None or seconds <= 0 or flops <= 0 else flops / (seconds * devices * peak)

@@ -21,13 +21,7 @@ An ending (".jinja") stands for True where only values with this ending are path
 
 @dataclass(frozen=True)
 class PathOptions:
-    """Options of a stage that are paths.
-
-    Attributes:
-        folder: where relative ones start.
-        options: those of the stage's `options`.
-        model: those of the model's settings.
-    """
+    """Options of a stage, and of the model's settings, that are paths; relative ones start from `folder`."""
 
     folder: str
     options: dict[str, Any] = field(default_factory=dict)
@@ -74,11 +68,7 @@ def _map(value: Any, declared: Any, convert: Callable[[str], Any]) -> Any:
 
 
 def state_folder(name: str) -> Path:
-    """The private folder `name` below ``~/.local/state/trainflow`` (or below XDG_STATE_HOME), made where it is missing.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """The private folder `name` below ``~/.local/state/trainflow`` (or XDG_STATE_HOME), made where it is missing."""
     state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
     folder = state / "trainflow" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -86,13 +76,7 @@ def state_folder(name: str) -> Path:
 
 
 def cache_folder(name: str) -> Path:
-    """The private folder `name` below ``~/.cache/trainflow`` (or below XDG_CACHE_HOME), made where it is missing.
-
-    What lies in it can be made again at any time.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """The private folder `name` below ``~/.cache/trainflow`` (or XDG_CACHE_HOME), for what can be made again."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     folder = cache / "trainflow" / name
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)

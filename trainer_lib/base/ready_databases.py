@@ -69,12 +69,9 @@ class Kind:
 
 @contextlib.contextmanager
 def create(kind: Kind, database: Path, make: Callable[[Path], None]) -> Iterator[None]:
-    """Hold the lock of a database inside the block, and make the database first where none is there.
+    """Hold the lock of a database inside the block, and make the database, in a folder that is there, where none is.
 
-    Args:
-        database: its folder is there.
-        make: makes the tables of the file that it gets, or checks those that are there, and closes it; what it raises
-            is raised.
+    `make` makes the tables of the file that it gets, or checks those that are there, and closes it.
     """
     database = Path(os.path.realpath(database))
     with (database.parent / f".{database.name}.lock").open("a") as lock:

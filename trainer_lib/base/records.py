@@ -31,16 +31,10 @@ def to_record(value: Dataclass) -> dict[str, Any]:
 
 
 def from_record(kind: type[T], record: object, *, name: str = "", ignore_unknown: bool = False) -> T:
-    """Build a dataclass from plain JSON data.
+    """Build a dataclass of JSON's own types, dataclasses, and tuples, mappings and unions of these from plain JSON.
 
-    Args:
-        kind: the dataclass. Its fields are JSON's own types, dataclasses, and tuples, mappings and unions of these.
-        record: the mapping of its fields.
-        name: what an error calls the record; a field of it is named ``<name>.<field>``.
-        ignore_unknown: leave out keys that `kind` does not have: a newer version may have written them.
-
-    Raises:
-        ConfigError: a key is unknown or missing, or a value has another type.
+    An error, a ConfigError, calls a field ``<name>.<field>``. With `ignore_unknown`, keys that `kind` does not have are
+    left out: a newer version may have written them.
     """
     if not isinstance(record, Mapping):
         raise _mismatch(f"A mapping of {kind.__name__}'s fields is needed here.", name, type(record).__name__)

@@ -32,8 +32,7 @@ def counted(number: int, noun: str, several: str = "") -> str:
 def number_words(value: float | None, digits: int = 4, sign: str = "") -> str:
     """A number as people read it, whole where more than `digits` stand before the point: 0.0213, 21,230; - for None.
 
-    Args:
-        sign: "+" to write it before a number above zero, too.
+    `sign`: "+" to write it before a number above zero, too.
     """
     if value is None:
         return "-"
@@ -42,10 +41,9 @@ def number_words(value: float | None, digits: int = 4, sign: str = "") -> str:
 
 
 def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> str:
-    """Return a remedy for a name that is not among `options`: the nearest option, else a list of all of them.
+    """A remedy for a name that is not among `options`: the nearest option, else a list of all of them.
 
-    Args:
-        listing: False where the options are too many to list; the remedy is then to remove the name.
+    Without `listing` they are too many; the remedy is then to remove the name.
     """
     names = [str(option) for option in options]
     close = nearest(name, names)

@@ -40,12 +40,7 @@ _CORE_SCHEMA = (
 
 
 class YamlProblem(ValueError):
-    """Text that is not the YAML described above; callers turn it into a ConfigError that names the file.
-
-    Args:
-        problem: what is wrong, without a full stop.
-        line: where, counted from 1; None when it concerns the whole text.
-    """
+    """Text that is not the YAML described above, in `line` (None: as a whole); callers make a ConfigError of it."""
 
     def __init__(self, problem: str, line: int | None = None) -> None:
         super().__init__(problem if line is None else f"line {line}: {problem}")
@@ -58,26 +53,15 @@ class Tagged(str):
 
 
 def parse_yaml(text: str, *, tag: str | None = None) -> Any:
-    """Return the one document in `text` as plain data; None for an empty text.
+    """Return the one document in `text` as plain data; None for an empty text. Raises YamlProblem.
 
-    Args:
-        tag: texts with this tag become `Tagged`; None: no tag of a file's own.
-
-    Raises:
-        YamlProblem: malformed, a key given twice, a tag that builds an object, or nested without end.
+    Texts with the tag `tag` become `Tagged`.
     """
     return parse_yaml_with_lines(text, tag=tag)[0]
 
 
 def parse_yaml_with_lines(text: str, *, tag: str | None = None) -> tuple[Any, dict[str, int]]:
-    """Return the document in `text`, and the line (from 1) of every dotted key and list index.
-
-    Args:
-        tag: as of `parse_yaml`.
-
-    Raises:
-        YamlProblem: as in `parse_yaml`.
-    """
+    """Return the document in `text`, as `parse_yaml`, and the line (from 1) of every dotted key and list index."""
     reader = YAML(typ="safe", pure=True)
     reader.Resolver = _CoreSchema
     reader.Constructor = _PlainConstructor if tag is None else _allow(tag)
@@ -107,10 +91,7 @@ def _allow(tag: str) -> type[SafeConstructor]:
 
 
 def parse_yaml_scalar(text: str) -> Any:
-    """Return what a plain word means: a number, a truth value, None, or the text itself.
-
-    Nothing in `text` is syntax: ``#fff`` and ``a: b`` stay as they are.
-    """
+    """What a plain word means: a number, a truth value, None, or the text itself, such as ``#fff``."""
     tag = next((tag for tag, pattern, _ in _CORE_SCHEMA if pattern.match(text)), f"{_TAG}str")
     return _PlainConstructor().construct_object(ScalarNode(tag, text))
 

@@ -41,8 +41,7 @@ class StragglerCallback(TrainerCallback):
 
     Args:
         factor: a rank is slow when its own time exceeds this multiple of the median.
-        windows: number of slow windows in a row after which a warning is given, once.
-        every_s: length of a window in seconds.
+        windows: number of slow windows, of `every_s` seconds, in a row after which a warning is given, once.
         report: called with the warning on rank 0; default: the log.
     """
 

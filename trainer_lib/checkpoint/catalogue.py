@@ -32,14 +32,7 @@ _NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.ckpt", "*.distcp", ".metada
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """A committed checkpoint.
-
-    Attributes:
-        step: optimizer steps done.
-        name: the folder's name.
-        url: the folder's URL.
-        commit: its commit.
-    """
+    """A committed checkpoint of `step` optimizer steps."""
 
     step: int
     name: str
@@ -48,12 +41,7 @@ class CheckpointInfo:
 
 
 def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
-    """Read the commit of a checkpoint; None when the folder is absent or not committed.
-
-    Raises:
-        DamagedError: the commit file is damaged, or states another step than the folder's name.
-        StorageError: the store cannot be read.
-    """
+    """Read the commit of a checkpoint; None without one. Raises DamagedError and StorageError."""
     store = root.child(name)
     commit = read_commit(store, kind=KIND)
     if commit is None:
@@ -70,10 +58,7 @@ def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
 
 
 def list_checkpoints(root: Store) -> list[CheckpointInfo]:
-    """List the committed checkpoints, newest step first.
-
-    Folders without a valid commit, and those set aside, are left out. The files themselves are not verified.
-    """
+    """List the committed checkpoints, newest step first; damaged commits are left out, and files are not verified."""
     return list(_iterate(root))
 
 
@@ -99,7 +84,6 @@ def find_newest_intact(
     """Find the newest checkpoint that is as it was committed; None when there is none. Damaged ones are set aside.
 
     Args:
-        root: the folder of checkpoints.
         on_damage: called with one line per damaged checkpoint, which names the damaged files.
         digests: compare every byte; False compares presence and sizes (loading compares the digests once more).
         resumable: ignore checkpoints that hold only a model.
@@ -141,21 +125,12 @@ def list_excess(
     protect: Collection[str],
     just_written: str | None = None,
 ) -> list[CheckpointInfo]:
-    """List the checkpoints beyond `keep`, oldest first.
+    """List the checkpoints beyond `keep` (None or less than 1 keeps all), oldest first.
 
     The following are never in the list, although they count towards `keep`: the newest intact checkpoint and damaged
     ones after it; the newest that training can resume from, if the newest holds only a model; those in `protect` (the
     best); those that are kept (`is_kept`); those that a process is reading. One that is read stays until a later
-    rotation, and no newer one goes in its place.
-
-    Args:
-        root: the folder of checkpoints.
-        keep: how many stay; None or less than 1 keeps all.
-        protect: folder names that stay.
-        just_written: a checkpoint whose digests were computed just now, while it was written: its sizes are enough.
-
-    Raises:
-        StorageError: the store cannot be read.
+    rotation, and no newer one goes in its place. Of `just_written` the sizes are enough: its digests are just computed.
     """
     if keep is None or keep < 1:
         return []
@@ -196,9 +171,6 @@ def delete_leftovers(root: Store) -> list[str]:
     Only the owner of `root` may call this (the holder of its lease, a training that just began), because a save under
     way on another machine looks the same. A save under way on this machine, checkpoints that were set aside, and those
     that another program wrote are not touched.
-
-    Raises:
-        StorageError: the store cannot be read, or a folder cannot be deleted.
     """
     victims = []
     for name in list_uncommitted(root):
@@ -210,10 +182,7 @@ def delete_leftovers(root: Store) -> list[str]:
 
 
 def list_uncommitted(root: Store) -> list[str]:
-    """List the checkpoint folders without a commit: saves under way, and what interrupted saves left.
-
-    Checkpoints that were set aside, and those that another program wrote, are not in the list.
-    """
+    """List the checkpoint folders without a commit: of saves under way or interrupted, not foreign, not set aside."""
     found = []
     for name in _list_names(root):
         names = root.child(name).children()

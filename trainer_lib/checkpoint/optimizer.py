@@ -339,11 +339,7 @@ def _finder(
 
 
 def _wrapper_class(name: str) -> Any:
-    """The class of a tensor that consists of others, such as a quantized one. No module is imported for it.
-
-    Raises:
-        DamagedError: none of torch and torchao, which an optimizer has imported, has such a class.
-    """
+    """The class of a tensor that consists of others, of what torch or an imported torchao has. Raises DamagedError."""
     module, _, attribute = name.partition(":")
     found = getattr(sys.modules.get(module), attribute, None)
     known = module.partition(".")[0] in ("torch", "torchao")

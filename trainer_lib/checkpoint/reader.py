@@ -59,9 +59,6 @@ class Checkpoint:
     """A committed checkpoint, opened for reading: small parts are read and verified, tensors when they are asked for.
 
     Attributes:
-        step: optimizer steps done when it was saved.
-        url: the checkpoint's folder.
-        commit: its commit; `meta` holds what the writer added.
         world_size: ranks that wrote it; each has a random state in it.
         scheduler, scaler: `state_dict()`s; None when there was none.
         data, trainer_state, training_args: the JSON that the writer was given, secrets removed.
@@ -118,10 +115,7 @@ class Checkpoint:
     def read_model(self) -> Mapping[str, Tensor]:
         """Read the model: name → tensor `[...]` on the CPU, in its saved shape and dtype; tied names share one tensor.
 
-        The tensors of a sharded checkpoint are read one by one, or by boxes, when they are asked for.
-
-        Raises:
-            DamagedError: a file is not as it was committed; for a sharded checkpoint, also when a tensor is read.
+        Those of a sharded checkpoint are read, and checked, when they are asked for. Raises DamagedError.
         """
         return self._read_tensors("model", self._model_file)
 
@@ -134,13 +128,9 @@ class Checkpoint:
             write_safetensors(writer, tensors)
 
     def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
-        """Read the optimizer's state; None when only the model was saved.
+        """Read the optimizer's state; None when only the model was saved. Raises DamagedError.
 
-        Args:
-            share: called with the function that reads the tensors, so that one rank can read them for all.
-
-        Raises:
-            DamagedError: a file is not as it was committed, or is not an optimizer's state.
+        `share` is called with the function that reads the tensors, so that one rank can read them for all.
         """
         record = self._read_json(layout.OPTIMIZER)
         if record is None:
@@ -156,10 +146,7 @@ class Checkpoint:
         return OptimizerSnapshot(read() if share is None else share(read), record["groups"], record["scalars"])
 
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
-        """Read a rank's extra tensors (of callbacks, of `past_index`): name → `[...]` on the CPU; empty without any.
-
-        Raises DamagedError when the file is not as it was committed.
-        """
+        """A rank's extra tensors (of callbacks, of `past_index`): name → `[...]` on the CPU. Raises DamagedError."""
         name = layout.extra_file(rank)
         return read_safetensors(self._store, name, expect=self._require_entry(name)) if name in self._entries else {}
 
@@ -187,12 +174,9 @@ class Checkpoint:
 
     @contextlib.contextmanager
     def treat_errors_as_damage(self, name: str) -> Iterator[None]:
-        """Report errors of a ``with`` block that uses a file's content as damage of that file.
+        """Raise DamagedError for errors of a ``with`` block that the content of a file causes.
 
         The bytes are those that were committed, so another program or another version wrote them.
-
-        Raises:
-            DamagedError: in place of any error that wrong content causes (`KeyError`, `TypeError`, ...).
         """
         try:
             yield
@@ -240,21 +224,12 @@ class Checkpoint:
 
 
 def load_checkpoint(root: Store, name: str, comm: Communicator) -> Checkpoint:
-    """Open a committed checkpoint on every rank. Collective; every rank reads for itself.
-
-    Raises as `open_checkpoint`, the same on every rank; tensors are checked when they are read.
-    """
+    """Open a committed checkpoint on every rank. Collective; raises as `open_checkpoint`, the same on every rank."""
     return run_on_all_ranks(comm, lambda: open_checkpoint(root, name, Checkpoint))
 
 
 def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyCheckpoint:
-    """Open a committed checkpoint on this process alone, as `kind` (`Checkpoint` or a class derived from it).
-
-    Raises:
-        ConfigError: the folder is not a committed checkpoint.
-        DamagedError: the commit or a small file is damaged, or a file is missing or cut short.
-        StorageError: the store cannot be read.
-    """
+    """Open a committed checkpoint on this process alone. Raises ConfigError, DamagedError and StorageError."""
     store = root.child(name)
     info = read_checkpoint_info(root, name)
     if info is None:
@@ -316,16 +291,9 @@ class PreloadedCheckpoint(Checkpoint):
     _extra: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
 
     def preload(self, *, rank: int, tensors: bool, weights: bool = False) -> None:
-        """Read everything that this rank needs; rank 0 also compares the files that no rank needs.
+        """Read everything that this rank needs; rank 0 also compares the files that no rank needs. Raises DamagedError.
 
-        Args:
-            rank: of this process.
-            tensors: whether this rank reads the tensors of model and optimizer.
-            weights: leave the files of the optimizer out.
-
-        Raises:
-            DamagedError: a file is missing or has other bytes than were committed.
-            StorageError: the store cannot be read.
+        `tensors`: this rank reads those of model and optimizer; `weights`: the files of the optimizer are left out.
         """
         done = {*_READ_AT_ONCE, *((layout.OPTIMIZER, layout.OPTIMIZER_TENSORS) if weights else ())}
         if tensors and self._model_file in self._entries:

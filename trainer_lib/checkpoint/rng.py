@@ -33,13 +33,9 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Restore the generators; the state of a device that is absent now is ignored.
+    """Restore what `capture_rng` returned, once all of it is decoded; the state of an absent device is ignored.
 
-    Args:
-        state: what `capture_rng` returned. All of it is decoded before the first generator is set.
-
-    Raises:
-        DamagedError: `state` is something else.
+    Raises DamagedError when `state` is something else.
     """
     try:
         # Parsed before the first generator is set, so that a malformed state changes none.

@@ -74,11 +74,7 @@ def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
 
 
 def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int, place: str = "") -> LocalShard:
-    """Collect this rank's part of groups of tensors (group → name → `[...]`), under ``<group>/<name>``.
-
-    Raises:
-        ConfigError: a tensor is divided in a way that is not known.
-    """
+    """This rank's part of groups of tensors (group → name → `[...]`), under ``<group>/<name>``. Raises ConfigError."""
     parts: dict[str, LocalPart] = {}
     tied: dict[str, str] = {}
     kept: dict[int, str] = {}
@@ -103,12 +99,7 @@ def _is_equal_everywhere(name: str, tensor: Tensor, model: Mapping[str, Tensor])
 
 
 def write_shard(store: Store, shard: LocalShard, rank: int) -> tuple[FileEntry, dict[str, Any]]:
-    """Write this rank's file; returns its entry and this rank's part of the index (JSON, for `build_index`).
-
-    Raises:
-        ConfigError: a tensor cannot be written, as `write_safetensors` raises it.
-        StorageError: the store cannot be written.
-    """
+    """Write this rank's file; returns its entry, and JSON for `build_index`. Raises ConfigError and StorageError."""
     file = shard_file(rank)
     stored: dict[str, Tensor] = {}
     for name, part in shard.parts.items():
@@ -142,10 +133,7 @@ def _split_rows(box: Box, itemsize: int) -> Iterator[tuple[Box, int]]:
 
 
 def index_file(store: Store, rel: str, group: str, expect: FileEntry) -> dict[str, Any]:
-    """Make the index of a file of whole tensors, so that they can be read one by one: all of it is read and compared.
-
-    Raises as `read_safetensors`.
-    """
+    """The index of a file of whole tensors, all of which is read and compared, so that they can be read one by one."""
     tensors: dict[str, Any] = {}
     with open_safetensors(store, rel, expect) as (reader, header):
         for name, (dtype, shape, begin, _) in sorted(header.items(), key=lambda item: item[1][2]):
@@ -162,9 +150,7 @@ def index_file(store: Store, rel: str, group: str, expect: FileEntry) -> dict[st
 def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Build the index from what `write_shard` returned on every rank, in rank order.
 
-    Raises:
-        NotReproducibleError: two ranks that should hold the same do not.
-        InfrastructureError: the ranks together did not write every element once.
+    Raises NotReproducibleError for ranks that differ, InfrastructureError for elements that are not written once.
     """
     tensors: dict[str, Any] = {
         name: {"dtype": dtype, "shape": shape, "blocks": []} for name, (dtype, shape) in shards[0]["specs"].items()
@@ -241,11 +227,7 @@ def _sum_words(tensor: Tensor) -> Tensor:
 
 
 def compare_copies(comm: Communicator, digests: Mapping[str, int], place: str) -> None:
-    """Compare what `digest_copies` returned on every rank. Collective.
-
-    Raises (the same on every rank):
-        NotReproducibleError: two ranks that should hold the same do not; names both and the first tensor.
-    """
+    """Compare what `digest_copies` returned on every rank. Collective. Raises NotReproducibleError on all of them."""
     ours = hashlib.sha256(json.dumps(digests).encode()).hexdigest()
     gathered = comm.gather_json(ours)
     differ = comm.broadcast_json(gathered is not None and len(set(gathered)) > 1)
@@ -345,12 +327,7 @@ class ShardedTensors(LazyTensors):
         return self._specs[name].dtype, self._specs[name].shape
 
     def read_boxes(self, name: str, boxes: Sequence[Box]) -> list[Tensor]:
-        """Read boxes of a tensor: new tensors `[*box.shape]` on the CPU, in its saved dtype.
-
-        Raises:
-            DamagedError: a block is not as it was committed.
-            StorageError: the store cannot be read.
-        """
+        """Read boxes of a tensor: new tensors `[*box.shape]` on the CPU, in its saved dtype. Raises DamagedError."""
         spec = self._specs[name]
         # Every element lies in exactly one block (`_spec` has checked that), so all of them are filled.
         made = [torch.empty(box.shape, dtype=spec.dtype) for box in boxes]
@@ -366,10 +343,7 @@ class ShardedTensors(LazyTensors):
         return made
 
     def write_file(self, writer: DigestingWriter) -> None:
-        """Write all tensors into one safetensors file, some rows at a time: the memory does not grow with the model.
-
-        Raises as `read_boxes`; StorageError also when the file cannot be written.
-        """
+        """Write all tensors into one safetensors file, some rows at a time: the memory does not grow with the model."""
         first: dict[int, str] = {}
         names = {name: first.setdefault(id(spec), name) for name, spec in self._specs.items()}
         specs = {name: self.read_spec(name) for name, stored in names.items() if name == stored}

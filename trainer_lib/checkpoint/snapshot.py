@@ -46,14 +46,10 @@ class Snapshot:
     """The state that one rank contributes to a checkpoint.
 
     Rank 0 contributes all shared state; of the other ranks only `rng`, `extra` and `parts` are written, and `copies`
-    compared.
+    compared. `optimizer`, `scheduler` and `scaler` are None, and `rng` is empty, when only the model is saved.
 
     Attributes:
-        step: optimizer steps done.
         model: name → tensor of any shape and dtype, tied names included; empty when `parts` is set.
-        optimizer: the optimizer's state; None when only the model is saved.
-        scheduler, scaler: `state_dict()`s; None when there is none, or only the model is saved.
-        rng: what `capture_rng` returned; empty when only the model is saved.
         data: the position in the training data; JSON.
         trainer_state, training_args: JSON, with the fields of the transformers Trainer's files.
         files: further files, name → bytes (``config.json``, a tokenizer's).
@@ -95,11 +91,7 @@ def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
 
 
 def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
-    """Replace sharded tensors by this rank's parts of them (`parts`); a snapshot of whole tensors is returned as it is.
-
-    Raises:
-        ConfigError: a tensor is divided in a way that is not known.
-    """
+    """Replace sharded tensors by this rank's parts of them; a snapshot of whole tensors stays. Raises ConfigError."""
     if not is_any_sharded(snapshot.model):  # equal on every rank, so all ranks go the same way
         return snapshot
     optimizer = snapshot.optimizer
@@ -149,10 +141,7 @@ class HostCopy:
         """Copy tensors `[...]` to the host, in their shapes and dtypes; the next call overwrites the copies.
 
         Tensors that share memory (tied weights) share their copy. Tensors without plain values (meta, sparse) are
-        returned as they are: the writer refuses them by name.
-
-        Raises:
-            OutOfMemoryError: the host has no room for the copy.
+        returned as they are: the writer refuses them by name. Raises OutOfMemoryError.
         """
         plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_meta]
         distinct = {_memory_key(tensor): tensor.detach() for tensor in plain}
@@ -206,12 +195,7 @@ def bytes_to_copy(tensors: Iterable[Tensor]) -> int:
 
 
 def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
-    """Copy the part of a snapshot that this rank writes; the copy is valid until `memory` is used again.
-
-    Raises:
-        ConfigError: a part cannot be written as JSON.
-        OutOfMemoryError: the host has no room for the copy.
-    """
+    """Copy what this rank writes of a snapshot; the copy is valid until `memory` is used again."""
     own = select_part(snapshot, rank)
     optimizer = own.optimizer
     # One call for all tensors, keyed by their file: the block is one, and ties may cross the model and the optimizer.

@@ -55,19 +55,9 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def write_safetensors(writer: DigestingWriter, tensors: Mapping[str, Tensor]) -> dict[str, int]:
-    """Write tensors of any shape, device and memory layout, one at a time.
+    """Write tensors, name → `[...]`, of any device and memory layout, one at a time; positions of their first bytes.
 
-    Args:
-        writer: the open file.
-        tensors: name → tensor `[...]`.
-
-    Returns:
-        For every name the position of its first byte in the file; tied names share one.
-
-    Raises:
-        ConfigError: a tensor has no values (meta), is sparse, or has a dtype that safetensors lacks; or there are more
-            tensors than a header can list.
-        StorageError: the store cannot be written.
+    Tied names share one. Raises StorageError, and ConfigError for what safetensors cannot hold.
     """
     stored, aliases = _separate_ties(tensors)
     specs = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in stored.items()}
@@ -81,18 +71,9 @@ def write_safetensors(writer: DigestingWriter, tensors: Mapping[str, Tensor]) ->
 def write_header(
     writer: DigestingWriter, specs: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], aliases: Mapping[str, str]
 ) -> dict[str, int]:
-    """Write the header of a file; the bytes of its tensors must follow.
+    """Write the header of a file, whose bytes must follow: `aliases` are other names of the tensors.
 
-    Args:
-        writer: the open file.
-        specs: name → dtype and shape of a tensor.
-        aliases: other name → name.
-
-    Returns:
-        For every name the position of its first byte in the file, in the order of the bytes; then the other names.
-
-    Raises:
-        ConfigError: a dtype that safetensors lacks, or more tensors than a header can list.
+    Returns the position of the first byte by name, in the order of the bytes; then the other names. Raises ConfigError.
     """
     # Widest first: every tensor starts at a multiple of its element size, as readers that map the file expect.
     order = sorted(specs, key=lambda name: (-specs[name][0].itemsize, name))
@@ -122,17 +103,9 @@ def write_header(
 def read_safetensors(store: Store, rel: str, *, expect: FileEntry | None = None) -> dict[str, Tensor]:
     """Read every tensor of a file: name → `[...]` on the CPU, in its saved shape and dtype; tied names share one.
 
-    The file is read once, from front to back, and digested on the way. A header that promises more bytes than the file
-    has is refused before memory is taken.
-
-    Args:
-        store: the folder.
-        rel: the file's path in it.
-        expect: the committed entry; size and digest are compared before anything is returned.
-
-    Raises:
-        DamagedError: the file is not well-formed, or not the one that was committed.
-        StorageError: the file cannot be read.
+    The file is read once, from front to back, and digested on the way: size and digest of `expect` are compared before
+    anything is returned. A header that promises more bytes than the file has is refused before memory is taken. Raises
+    DamagedError and StorageError.
     """
     with open_safetensors(store, rel, expect) as (reader, header):
         tensors = {name: reader.tensor(*header[name]) for name in sorted(header, key=lambda name: header[name][2])}

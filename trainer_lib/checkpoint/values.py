@@ -24,16 +24,10 @@ _MARKS = ("__tensor__", "__tuple__", "__dict__", "__deque__", "__dtype__", "__sc
 
 
 def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] | None = None) -> Any:
-    """Encode a value as JSON.
+    """Encode a value, which stands at `key`, as JSON. Raises ConfigError for what it cannot hold.
 
-    Args:
-        value: what to encode.
-        key: where the value stands, for error messages and for `keep`.
-        keep: stores a tensor `[...]` of any dtype and returns the reference that stands for it; without it only 0-dim
-            tensors of real numbers are taken.
-
-    Raises:
-        ConfigError: the value holds something other than JSON, tuples, deques, dtypes, NumPy scalars and tensors.
+    `keep` stores a tensor `[...]` of any dtype and returns the reference that stands for it; without it only 0-dim
+    tensors of real numbers are taken.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value
@@ -65,10 +59,7 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
 
 
 def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None) -> Any:
-    """Decode what `to_json` encoded; `find` returns the tensor `[...]` for a reference.
-
-    Raises DamagedError for a reference without a tensor, and for what `to_json` does not write.
-    """
+    """Decode what `to_json` encoded; `find` returns the tensor `[...]` for a reference. Raises DamagedError."""
     try:
         return _decode(value, find)
     except (TypeError, ValueError, RecursionError) as error:
@@ -76,10 +67,7 @@ def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None
 
 
 def render_json(name: str, value: object, *, indent: int | None = None) -> str:
-    """Render a part of the state, plain numbers, texts, lists and dicts, as JSON text.
-
-    `name`: the file or part, for errors; `indent`: spaces per level. Raises ConfigError for anything else.
-    """
+    """Render a part of the state as JSON text, `indent` spaces a level; errors name `name`. Raises ConfigError."""
     try:
         text = json.dumps(value, indent=indent)
         require_shallow(value)

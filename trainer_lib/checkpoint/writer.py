@@ -63,10 +63,7 @@ WriteFiles = Callable[[Path], None]
 
 
 def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, FileEntry]:
-    """Let `write` add files to the folder. Collective.
-
-    Returns:
-        On rank 0, the entries of all added files by path; empty on the other ranks.
+    """Let `write` add files to the folder. Collective. On rank 0, the entries of all added files by path; else empty.
 
     Raises (the same on every rank):
         ConfigError: a file is a link, has a name that a checkpoint cannot hold, or other bytes on another machine.
@@ -172,20 +169,14 @@ _saving: set[str] = set()
 def save_checkpoint(
     root: Store, snapshot: Snapshot, comm: Communicator, *, keep: int | None = None, add: WriteFiles | None = None
 ) -> CheckpointInfo:
-    """Write and commit ``checkpoint-<step>`` below `root`. Collective: every rank calls it with its own snapshot.
-
-    A checkpoint of the same step is replaced.
+    """Write and commit ``checkpoint-<step>`` below `root`, in place of an earlier one. Collective; equal on every rank.
 
     Args:
-        root: the folder of checkpoints.
         snapshot: what this rank contributes.
         comm: the ranks that write this folder.
         keep: how many checkpoints rotation will leave; only used to explain a disk that is too small for one more.
         add: writes further files into a local folder, on every rank. Where it writes a file that the snapshot has as
             well, its file stays; of the snapshot's model another file is then written.
-
-    Returns:
-        The committed checkpoint; equal on every rank.
 
     Raises (the same on every rank):
         StorageFullError: there is not enough space; states the bytes needed and free. Nothing was written.
@@ -457,9 +448,8 @@ class BackgroundSaver:
     def start(self, root: Store, snapshot: Snapshot, *, after_commit: Callable[[], None]) -> None:
         """Copy the snapshot and begin to write it. Collective. On return its tensors may change.
 
-        `after_commit` is called in the thread. On every rank alike, raises ConfigError when a part of the state cannot
-        be written, OutOfMemoryError when the host has no room for the copy, and RuntimeError while an earlier save
-        runs.
+        `after_commit` is called in the thread. All ranks raise alike: ConfigError, OutOfMemoryError, and RuntimeError
+        while an earlier save runs.
         """
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")

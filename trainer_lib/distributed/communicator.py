@@ -83,10 +83,6 @@ class DataParallel(NamedTuple):
 
     Both are equal to the rank and the size of the world until several processes work on the same samples (tensor or
     context parallelism).
-
-    Attributes:
-        rank: number of this process's share, from 0.
-        size: number of shares.
     """
 
     rank: int
@@ -241,10 +237,7 @@ class _PendingFlag:
 class ProcessGroup(Communicator):
     """Several processes over a `torch.distributed` group, by default the job's; its CPU side is always gloo.
 
-    Args:
-        ranks: the place of this process.
-        group: for tensors on the CPU; None is the job's.
-        device_group: for tensors on other devices; `group` when not given.
+    `device_group`: for tensors on other devices; `group` when not given.
     """
 
     def __init__(
@@ -369,11 +362,7 @@ def init(args: TrainingArguments) -> Communicator:
     """Join the job that the environment describes, once per process; later calls return the same communicator.
 
     A process group that the caller has formed is used as it is, and `shutdown` leaves it alone. Whatever group still
-    stands when the program ends is ended then.
-
-    Raises:
-        ConfigError: the environment does not describe a job.
-        InfrastructureError: the peers cannot be reached within ``ddp_timeout`` seconds.
+    stands when the program ends is ended then. Raises ConfigError, and InfrastructureError for peers out of reach.
     """
     global _current, _owned
     if _current is not None:
@@ -544,10 +533,7 @@ def choose_device(*, use_cpu: bool) -> torch.device:
     """Choose the device of this process: its own GPU, an XLA device or MPS when alone, else the CPU.
 
     The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them).
-    Where Slurm or Kubernetes shows each process only its own GPU, the process takes that one.
-
-    Raises:
-        ConfigError: there are more local ranks than GPUs, or several ranks would share XLA or MPS.
+    Where Slurm or Kubernetes shows each process only its own GPU, the process takes that one. Raises ConfigError.
     """
     ranks = environment.ranks()
     if use_cpu:

@@ -25,15 +25,9 @@ if TYPE_CHECKING:
 
 
 class Precision:
-    """The number format of forward passes, and the scaling of gradients.
-
-    Args:
-        name: "fp32", "bf16" or "fp16".
-        dtype: the autocast dtype; None for fp32.
-        device: the device that computes.
+    """The number format of forward passes, "fp32", "bf16" or "fp16", and the scaling of gradients.
 
     Attributes:
-        name: "fp32", "bf16" or "fp16".
         dtype: the autocast dtype; None for fp32.
         scaler: the loss scaler; None unless fp16.
     """
@@ -46,11 +40,7 @@ class Precision:
         self.scaler = torch.amp.GradScaler(device.type) if name == "fp16" else None
 
     def autocast(self, *, cache_enabled: bool = True) -> AbstractContextManager[Any]:
-        """The context of a forward pass; for fp32 it does nothing.
-
-        Args:
-            cache_enabled: keep the cast copies of weights until the context ends.
-        """
+        """The context of a forward pass, none for fp32; `cache_enabled` keeps the cast copies of weights in it."""
         if self.dtype is None:
             return contextlib.nullcontext()
         return torch.autocast(self._device_type, dtype=self.dtype, cache_enabled=cache_enabled)

@@ -123,14 +123,9 @@ def is_sharded(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_part(tensor: Tensor, *, rank: int) -> LocalPart:
-    """The part of a tensor that this process holds; no communication.
+    """The part of a tensor, sharded in any dimensions or whole (`[...]`), that this process holds; no communication.
 
-    Args:
-        tensor: sharded in any dimensions, or whole (`[...]`).
-        rank: of this process; rank 0 counts as the first that holds a whole tensor.
-
-    Raises:
-        ConfigError: the tensor is divided in a way that is not known here, for instance a sum that is not complete.
+    Rank 0 counts as the first that holds a whole one. Raises ConfigError for an unknown division, as an incomplete sum.
     """
     whole: list[tuple[Range, ...]] = [((0, size),) for size in tensor.shape]
     if not is_sharded(tensor):
@@ -265,15 +260,10 @@ class GatheredTensors(LazyTensors):
 
 
 class BroadcastTensors(LazyTensors):
-    """Tensors of rank 0 that are broadcast when they are asked for.
+    """Tensors of rank 0 that are broadcast when they are asked for; `specs` are those of `describe_tensors`.
 
     Asking is collective: every rank asks for the same names in the same order. One tensor at a time crosses the
     network, so no other rank holds the whole model.
-
-    Args:
-        own: name → tensor of any shape; used on rank 0 only.
-        specs: name → dtype and shape, as `describe_tensors` returns them; equal on every rank.
-        rank: of this process.
     """
 
     def __init__(self, own: Mapping[str, Tensor], specs: Mapping[str, tuple[str, list[int]]], rank: int) -> None:

@@ -64,9 +64,9 @@ def random_state_kept() -> Iterator[None]:
 
 
 def memory_address(tensor: Tensor) -> int:
-    """Return a number that tensors on one device share if and only if they begin in the same memory.
+    """A number that tensors ``[...]`` on one device share if and only if they begin in the same memory.
 
-    A tensor ``[...]`` of XLA has no address: there it is the number of its values, which tied weights share.
+    One of XLA has no address: there it is the number of its values, which tied weights share.
     """
     if tensor.device.type == "xla":
         return int(importlib.import_module("torch_xla")._XLAC._xla_get_tensor_id(tensor))

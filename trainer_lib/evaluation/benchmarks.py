@@ -62,7 +62,6 @@ class TaskFile:
     """A task of a file.
 
     Attributes:
-        name: of the task.
         config: its settings as lm-eval has them, with absolute paths and with `Function`s.
         files: the file, those that it includes, and its data.
         code: Python files with its functions.
@@ -86,13 +85,9 @@ def require_lm_eval() -> None:
 
 
 def read_task_files(place: str, folder: str) -> list[TaskFile]:
-    """The tasks of a file, or of the files in a folder; those without `task` are parts of others.
+    """The tasks of a file, or of the files in a folder; those without `task` are parts of others. Raises ConfigError.
 
-    Args:
-        folder: that of the spec.
-
-    Raises:
-        ConfigError: there is none, or a file cannot be used.
+    `folder`: that of the spec.
     """
     path, root = Path(place), Path(folder).resolve()
     if path.is_file():
@@ -219,13 +214,9 @@ class Suite:
                 raise _refuse("The tokenizer has no chat template.", benchmark.task, "Set chat: false.")
 
     def load(self, cache: str) -> list[Any]:
-        """Have lm-eval load the tasks, benchmark by benchmark; reads the data.
+        """Have lm-eval load the tasks, benchmark by benchmark; reads the data. Raises ConfigError.
 
-        Args:
-            cache: a folder for the data of task files while they are measured.
-
-        Raises:
-            ConfigError: a task is unknown, or cannot be loaded on this machine.
+        `cache`: a folder for the data of task files while they are measured.
         """
         require_lm_eval()
         by_name = any(not is_task_file(benchmark.task) for benchmark in self.benchmarks)
@@ -247,14 +238,9 @@ class Suite:
         return loaded
 
     def measure(self, model: Any, batch_size: int, confidence: float | None) -> dict[str, dict[str, float]]:
-        """The metrics of the tasks with their intervals.
+        """The metrics of the tasks with their intervals, of a confidence of 0.95 unless given. Raises ConfigError.
 
-        Args:
-            model: one that generates, whole on the device of this process.
-            confidence: that of the intervals; None: 0.95.
-
-        Raises:
-            ConfigError: a benchmark cannot be measured.
+        `model` generates, and is whole on the device of this process.
         """
         if not callable(getattr(model, "generate", None)):
             what = "Benchmarks are for language models, and this model has no method generate."
@@ -301,9 +287,7 @@ def _evaluate(lm: Any, benchmark: Benchmark, tasks: Any) -> Any:
 def read_results(results: Mapping[str, Mapping[str, Any]], confidence: float) -> dict[str, dict[str, float]]:
     """Results of lm-eval as metrics by task: ``acc,none`` is `acc`, with `acc_low` and `acc_high` from its error.
 
-    Args:
-        results: task -> ``<metric>,<filter>`` and ``<metric>_stderr,<filter>``, a number or a text for none.
-        confidence: that of the intervals.
+    `results`: task -> ``<metric>,<filter>`` and ``<metric>_stderr,<filter>``, a number or a text for none.
     """
     quantile = NormalDist().inv_cdf((1 + confidence) / 2)
     metrics: dict[str, dict[str, float]] = {}

@@ -32,10 +32,7 @@ if TYPE_CHECKING:
 
 
 def iterate_rounds(loader: Any, comm: Communicator) -> Iterator[Micro]:
-    """This rank's batches of any loader; every rank gets equally many.
-
-    Where a rank has no samples left, its batch is not real: None, or a dummy batch.
-    """
+    """This rank's batches of any loader, equally many on every rank; a surplus one is None or a dummy, and not real."""
     if isinstance(loader, EvalLoader):
         batches = loader.own_batches()
         sizes = [stop - start for start, stop in loader.slices]

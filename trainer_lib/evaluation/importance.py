@@ -26,8 +26,7 @@ _DRAWS, _T = 20, 2.09  # of the rows, for the interval, and Student's quantile f
 class Dealt:
     """Rows with one column's values dealt out among them, a few times; read like a dataset.
 
-    Args:
-        orders: of each time, the row whose value a row gets ``[times, rows]``.
+    `orders`: of each time, the row whose value a row gets ``[times, rows]``.
     """
 
     def __init__(self, rows: Sequence[Mapping[str, Any]], column: str, orders: np.ndarray) -> None:

@@ -25,11 +25,8 @@ from trainer_lib.evaluation import nested
 class BatchMetrics:
     """A metric that takes batches of CPU tensors, on rank 0, and keeps no predictions.
 
-    With several ranks, an error of the user's code is kept until `finish`, where all ranks raise it.
-
-    Args:
-        metric: an object, or a function that takes `compute_result`, whose last call returns the metrics of all.
-        alone: there is one process.
+    `metric` is an object, or a function that takes `compute_result`, whose last call returns the metrics of all. An
+    error of it is kept until `finish`, where all ranks raise it, unless this process is `alone`.
     """
 
     def __init__(self, metric: Any, *, alone: bool) -> None:
@@ -39,11 +36,7 @@ class BatchMetrics:
         self._result: Any = {}
 
     def add(self, batch: Mapping[str, Any], *, last: bool) -> None:
-        """Pass one batch on; `last` marks the last one.
-
-        Args:
-            batch: trees of CPU tensors ``[batch, …]`` under "logits", "labels", "inputs" and "losses".
-        """
+        """Pass one batch on: trees of CPU tensors ``[batch, …]`` under "logits", "labels", "inputs" and "losses"."""
         if self._failure is not None:
             return
         try:
@@ -81,10 +74,7 @@ def is_metric_object(metric: Any) -> bool:
 
 
 def compute_and_reset(metric: Any) -> Any:
-    """The value of a metric object, which is empty then.
-
-    Torchmetrics gathers no states: rank 0 has every rank's batches, and the others call nothing.
-    """
+    """The value of a metric object, which is empty then; torchmetrics gathers no states: rank 0 has all batches."""
     modules = list(metric.modules()) if isinstance(metric, torch.nn.Module) else []
     parts: list[Any] = [part for part in modules if hasattr(part, "distributed_available_fn")]
     before = [part.distributed_available_fn for part in parts]
@@ -121,11 +111,7 @@ def compute_on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any
 
 
 def parse_metrics(metrics: Any) -> dict[str, float]:
-    """Metrics as plain Python numbers; an array or tensor must hold one element ``[]`` or ``[1]``.
-
-    Raises:
-        ConfigError: a value is not one number.
-    """
+    """Metrics as plain numbers, also of arrays and tensors of one element ``[]`` or ``[1]``. Raises ConfigError."""
     if not isinstance(metrics, Mapping):
         raise ConfigError(
             "The function did not return a mapping of names to numbers.",

@@ -56,9 +56,7 @@ class Outputs:
     def give(self, what: str, *, single: bool) -> np.ndarray:
         """The predictions as a metric gets them: ``[rows]``, or ``[rows, classes]`` of probabilities and scores.
 
-        Args:
-            what: one of `trainer_lib.base.metric_names.INPUTS`; numbers are given as they are.
-            single: of two classes only the second is given.
+        `what`: one of `trainer_lib.base.metric_names.INPUTS`; numbers stay. `single`: the second of two classes alone.
         """
         if self.scores is None:
             return np.asarray(self.numbers)
@@ -84,11 +82,7 @@ class Outputs:
 
 
 class CalledMetric:
-    """One metric of a package.
-
-    Raises:
-        ConfigError: it cannot be imported, is not a metric, or does not take its arguments.
-    """
+    """One metric of a package. Raises ConfigError."""
 
     def __init__(self, call: MetricCall) -> None:
         self._call = call
@@ -258,15 +252,7 @@ _BINS = 15  # Guo et al., On calibration of modern neural networks, 2017
 
 
 class NamedMetrics:
-    """A `compute_metrics` that adds metrics by name to those of another one, whose own values stay.
-
-    Args:
-        compute_metrics: the recipe's function; None: it has none.
-        calls: the metrics that the spec asks for.
-
-    Raises:
-        ConfigError: one of a package cannot be imported, or is not a metric.
-    """
+    """A `compute_metrics` that adds metrics by name to those of another one, whose own stay. Raises ConfigError."""
 
     def __init__(self, compute_metrics: Callable[..., Any] | None, calls: Iterable[MetricCall]) -> None:
         self._compute = compute_metrics
@@ -365,11 +351,7 @@ def measure_slices(
 def find_slices(column: str, values: Iterable[Any], *, split: str | None = None) -> dict[str, list[int]]:
     """The rows of a column's values, by the value as the names of metrics have it.
 
-    Args:
-        split: whose rows these are, for the error.
-
-    Raises:
-        ConfigError: the column has more than 50 different values; read no further than that.
+    Raises ConfigError, which names the `split`, at the 51st different value; no further is read.
     """
     places: dict[str, list[int]] = {}
     for row, value in enumerate(values):
@@ -419,8 +401,7 @@ def _of_classes(names: Sequence[str], scores: np.ndarray, labels: np.ndarray) ->
 def _of_ranks(function: Callable[..., Any], probabilities: np.ndarray, labels: np.ndarray) -> float | None:
     """A metric of the second of two classes, or the mean over classes; None where only one class has rows.
 
-    Args:
-        function: takes whether rows are of the class ``[rows]``, and its probabilities ``[rows]``.
+    `function` takes whether rows are of the class ``[rows]``, and its probabilities ``[rows]``.
     """
     classes = [1] if probabilities.shape[1] == 2 else range(probabilities.shape[1])
     of_class = ((labels == number, probabilities[:, number]) for number in classes)

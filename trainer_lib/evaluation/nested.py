@@ -80,11 +80,7 @@ def take_rows(given: EvalPrediction, rows: Array) -> EvalPrediction:
 
 
 def describe_form(tree: Any, arrays: list[Any]) -> Any:
-    """The tree as JSON values with its arrays numbered, which are appended to `arrays`; `rebuild` is the inverse.
-
-    Raises:
-        ConfigError: a leaf is neither a tensor, an array, a text, a number nor None.
-    """
+    """The tree as JSON values with its arrays numbered, which are appended to `arrays`; `rebuild` is the inverse."""
     if tree is None or isinstance(tree, bool | int | float | str):
         return {"value": tree}
     # NumPy's numbers as well: JSON has no dtype.

@@ -284,12 +284,7 @@ _LABELS = "labels"
 def collect_inputs(
     outcomes: Mapping[str, Any], row_of: Callable[[Any], Mapping[str, Any]]
 ) -> dict[str, dict[str, str]]:
-    """The inputs of all rows that outcomes name, by the id as a text.
-
-    Args:
-        outcomes: as `summarize_outcomes` gives them.
-        row_of: the columns of a row, by its id.
-    """
+    """The inputs of all rows that outcomes name, by the id as a text; `row_of`: the columns of a row, by its id."""
     named = [row_id for name in ("hardest", "samples") for row_id, *_ in outcomes.get(name) or ()]
     named += [row_id for *_, ids in outcomes.get("confusions") or () for row_id in ids]
     return {str(row_id): describe_input(row_of(row_id)) for row_id in dict.fromkeys(named)}

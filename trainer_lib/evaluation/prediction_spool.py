@@ -120,11 +120,7 @@ def full_disk_named(folder: Path | None, needed: int) -> Iterator[None]:
 
 
 class PredictionSpool:
-    """Collects a tree of arrays batch by batch.
-
-    Args:
-        folder: where the temporary files are created; None for the system's temporary folder.
-    """
+    """Collects a tree of arrays batch by batch, in temporary files in `folder`; None: the system's."""
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder

@@ -25,14 +25,9 @@ _NORMAL = NormalDist()
 
 
 class Remembered:
-    """A `compute_metrics` that keeps what it was given last.
-
-    Args:
-        compute_metrics: the function.
-        seed: hexadecimal digits that the rows decide.
+    """A `compute_metrics` that keeps what it was given last; `seed`: hexadecimal digits that the rows decide.
 
     Attributes:
-        compute: the function.
         given: predictions and labels, trees of arrays ``[rows, …]``; None before the first call.
     """
 
@@ -62,9 +57,7 @@ class Remembered:
     def intervals(self, resampled: Mapping[str, list[float]], confidence: float | None) -> dict[str, float]:
         """The intervals of the metrics, `<metric>_low` and `<metric>_high`; the metric of all rows lies in it.
 
-        Args:
-            resampled: metric -> its values on the resamples.
-            confidence: the probability that an interval holds the true value; None: no intervals.
+        `confidence`: the probability that an interval holds the true value; None: no intervals.
         """
         if confidence is None or not resampled:
             return {}
@@ -107,10 +100,7 @@ def _bounds(resampled: np.ndarray, value: float, jackknife: np.ndarray, confiden
     normal quantiles become those of Student's t, as Hesterberg has it (What teachers should know about the bootstrap,
     2015), with the degrees of freedom of the variance of such rows (Satterthwaite, 1946).
 
-    Args:
-        resampled: a metric on the resamples.
-        value: the metric on all rows.
-        jackknife: the metric without a block of rows, by block, for the skewness and kurtosis of what rows add to it.
+    `jackknife`: the metric without a block of rows, by block, for the skewness and kurtosis of what rows add to it.
     """
     apart = jackknife.mean() - jackknife if len(jackknife) else np.zeros(1)
     apart /= np.sqrt(np.square(apart).sum()) or 1.0

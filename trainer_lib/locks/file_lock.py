@@ -13,8 +13,7 @@ from pathlib import Path
 def try_lock(descriptor: int, *, shared: bool = False) -> bool:
     """Lock an open file, and return whether that worked: not while another open file holds a lock that excludes it.
 
-    A lock that it holds already becomes the other kind. Others may have a `shared` lock, too. Raises OSError where the
-    file system has no locks.
+    A lock that it holds already becomes the other kind. Raises OSError where the file system has no locks.
     """
     try:
         fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -29,11 +28,7 @@ def unlock(descriptor: int) -> None:
 
 
 def is_locked(path: Path) -> bool:
-    """Return whether an open file holds `path` for itself alone; False where there is no such file.
-
-    Raises:
-        OSError: the file cannot be opened, or the file system has no locks.
-    """
+    """Return whether an open file holds `path` for itself alone; False where there is no such file. Raises OSError."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:

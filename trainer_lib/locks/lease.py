@@ -54,7 +54,6 @@ class Holder:
     Attributes:
         id: unique to this holding.
         machine: host name, boot id and pid namespace; a pid means the same process only within all three.
-        pid: the process id.
         started: when the process started; distinguishes it from a later process with the same pid.
         since: when the holding began, ISO-8601, UTC.
         ttl_s: seconds without a beat after which another process may take over.
@@ -140,10 +139,7 @@ class Lease:
     def ensure_held(self) -> None:
         """Raise unless the folder is still ours; call it right before a commit.
 
-        Raises:
-            LeaseLostError: another process has taken over, or this lease was released.
-            StorageGoneError: the folder was renamed or removed.
-            StorageError: the store cannot be read; then nothing may be committed either.
+        Raises LeaseLostError, StorageGoneError, and StorageError: then nothing may be committed either.
         """
         if not self._stop.is_set() and self._is_ours():
             return
@@ -176,11 +172,7 @@ class Lease:
         self._is_over = True
 
     def remove(self) -> None:
-        """End the lease and remove every trace of it: for the holder that has removed the folder itself.
-
-        Raises:
-            StorageError: it cannot be removed; it expires by itself.
-        """
+        """End the lease and remove every trace of it: for the holder that has removed the folder itself."""
         if self._stop.is_set():
             return
         self._stop.set()
@@ -224,17 +216,13 @@ def acquire_lease(
     on_wait: Callable[[Holder | None], None] | None = None,
     poll_s: float = 0.5,
 ) -> Lease | None:
-    """Acquire the lease of a folder; wait while another process holds it.
+    """Acquire the lease of a folder; wait while another process holds it. None when `wait` returned True.
 
     Args:
-        store: the folder.
         ttl_s: seconds without a beat after which other processes may take over from us.
         wait: called while waiting; True means that the work is done (a manifest appeared), so no lease is needed.
         on_wait: called once per holder that we wait for (None when its record cannot be read).
         poll_s: seconds between two looks.
-
-    Returns:
-        The lease; None when `wait` returned True.
 
     Raises:
         StorageError: the store cannot be read or written.

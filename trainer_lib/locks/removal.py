@@ -58,13 +58,9 @@ _LOG = logging.getLogger(__name__)
 
 
 def remove_run(folder: Store, record: str, is_needed: Callable[[], bool]) -> bool:
-    """Remove a run's folder unless `is_needed`; False, and nothing is changed, if it is.
+    """Remove a run's folder, the file `record` first, unless `is_needed`; False, and nothing is changed, if it is.
 
-    Args:
-        record: the file that makes the folder a run; it goes first.
-
-    Raises:
-        StorageError: not everything could be removed; the record is gone first, so no run is listed there.
+    Raises StorageError for what remains; without its record no run is listed there.
     """
     note = Holder.this_process()
     if not folder.create(REMOVING, note.to_bytes()):
@@ -97,10 +93,8 @@ def remove_run(folder: Store, record: str, is_needed: Callable[[], bool]) -> boo
 def leave_mark(folder: Store, name: str, write: Callable[[], object]) -> None:
     """Write a mark, a file of a run's folder, until it is there and no removal is under way that may not have seen it.
 
-    Args:
-        name: the mark's path in the folder.
-        write: writes it; called again where a removal has taken it along. Where nothing can be written at all, the mark
-            is given up after some seconds.
+    `write` is called again where a removal has taken the mark along. Where nothing can be written at all, it is given
+    up after some seconds.
     """
     for _ in range(_MARKS):
         write()
@@ -209,12 +203,7 @@ def is_protected(store: Store, *, even_kept: bool = False) -> bool:
 def withdraw_if_unread(store: Store, *, even_kept: bool = False) -> bool:
     """Delete a checkpoint unless a process is reading it or it is kept; False, and nothing is changed, then.
 
-    Args:
-        store: the checkpoint's folder.
-        even_kept: delete it although it is kept: its training has gone back to before it.
-
-    Raises:
-        StorageError: the checkpoint, or all of it but its commit, could not be deleted.
+    `even_kept`: delete it although it is kept: its training has gone back to before it. Raises StorageError.
     """
     if is_protected(store, even_kept=even_kept):
         return False

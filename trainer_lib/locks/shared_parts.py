@@ -33,13 +33,9 @@ _log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """A process whose sign of life a thread renews inside a ``with`` block, which raises what the first beat raises.
+    """A process whose sign of life a thread renews every `period_s` inside a ``with`` block.
 
-    Subclasses renew it in `_beat`, and take it away in `_end`.
-
-    Args:
-        period_s: seconds between two beats; a failure is logged, and the next beat tries again.
-        whose: whose sign of life it is, for the warning.
+    Subclasses renew it in `_beat`, and take it away in `_end`. The first beat's error is raised, a later one logged.
     """
 
     def __init__(self, period_s: float, whose: str) -> None:
@@ -102,7 +98,6 @@ class SharedParts(Heartbeat):
     """The parts that this process works on; used in a ``with`` block, and iterated over once.
 
     Args:
-        store: the job's folder.
         finished: which parts are finished, by any process.
         total: number of parts; None: it is not known, and the one that finds the end calls `end_at`.
         ttl_s: seconds without a beat after which another process may take over a part of this one.
@@ -122,11 +117,7 @@ class SharedParts(Heartbeat):
         super().__init__(ttl_s / 3, "this process")  # two beats may fail before it expires
 
     def __iter__(self) -> Iterator[int]:
-        """Yield the parts that are ours, lower ones first, until every part is finished, by any process.
-
-        Raises:
-            StorageError: the store cannot be read or written.
-        """
+        """Yield the parts that are ours, lower ones first, until every part is finished, by any process."""
         block, unfinished = 0, set[int]()
         while not self._is_beyond(block * BLOCK):
             if (yield from self._walk(block)):

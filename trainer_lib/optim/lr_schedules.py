@@ -78,12 +78,7 @@ class GreedyLR:
         self._schedule = _load_class()(optimizer, mode=mode, **settings)
 
     def step(self, metrics: float, epoch: int | None = None) -> None:
-        """Judge one evaluation and adjust the learning rates.
-
-        Args:
-            metrics: the metric's value. A non-finite one never improves.
-            epoch: number of this evaluation; counted when not given.
-        """
+        """Judge evaluation number `epoch` and adjust the rates; a non-finite metric never improves."""
         before = self.get_last_lr()
         self._schedule.step(metrics, epoch)
         # The window's sum is kept by adding and subtracting: one NaN would stay in it after leaving the window.
@@ -360,16 +355,13 @@ def get_scheduler(
     scheduler_specific_kwargs: Mapping[str, Any] | None = None,
     **kwargs: Any,
 ) -> AnySchedule:
-    """Make a schedule by name.
+    """Make a schedule by name: a `LambdaLR`, or one of the two metric schedules, whose `step` takes the metric.
 
     Args:
         name: one of `SchedulerType`.
         optimizer: the optimizer whose learning rates it scales.
         num_warmup_steps, num_training_steps: numbers of optimizer steps; some schedules do not need them.
         scheduler_specific_kwargs, kwargs: further settings of the schedule.
-
-    Returns:
-        a `LambdaLR`, or one of the two metric schedules, whose `step` takes the metric.
 
     Raises:
         ConfigError: no schedule has the name, a number of steps is missing, or the schedule does not have a setting.

@@ -50,10 +50,7 @@ def get_decay_parameter_names(model: nn.Module) -> list[str]:
 
 
 def parameter_groups(model: nn.Module, weight_decay: float, decay_names: Collection[str]) -> list[dict[str, Any]]:
-    """Divide the trainable parameters into a group that decays and one that does not; leave out an empty group.
-
-    `weight_decay` is per optimizer step.
-    """
+    """Divide the trainable parameters into a group that decays and one that does not; leave out an empty group."""
     wanted = set(decay_names)
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     groups: list[tuple[list[torch.nn.Parameter], float]] = [
@@ -163,16 +160,8 @@ def _as_groups(params: Any) -> list[dict[str, Any]]:
 class Lion(Optimizer):
     """The optimizer Lion, with one state tensor per parameter (`exp_avg`, of the parameter's shape).
 
-    Its learning rate should be 3 to 10 times below AdamW's, because every element moves by the full rate.
-
-    Args:
-        params: parameters, or groups of them.
-        lr: learning rate.
-        betas: interpolation for the update, and decay of the momentum; each in [0, 1).
-        weight_decay: decoupled, per optimizer step.
-
-    Raises:
-        ConfigError: a beta is out of range.
+    Its learning rate should be 3 to 10 times below AdamW's, because every element moves by the full rate. `betas`, in
+    [0, 1), are the interpolation for the update and the decay of the momentum; `weight_decay` is decoupled, per step.
     """
 
     def __init__(
@@ -234,20 +223,11 @@ _TORCH_ADAMS: Mapping[OptimizerNames, str] = {
 def create_optimizer_cls_and_kwargs(
     args: TrainingArguments, model: nn.Module | None = None
 ) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """Return the optimizer's class and keyword arguments that `args` ask for (`Trainer.get_optimizer_cls_and_kwargs`).
+    """The optimizer's class and keyword arguments that `args` ask for (`Trainer.get_optimizer_cls_and_kwargs`).
 
-    Args:
-        args: the training arguments `optim`, `optim_args`, `learning_rate`, the adam_* fields, and for some optimizers
-            `weight_decay`, `warmup_steps` and `optim_target_modules`.
-        model: the model, for the optimizers that treat some layers differently (muon, galore, apollo, lomo).
-
-    Returns:
-        the class, and its keyword arguments. They include "params" (or "model") only for an optimizer whose parameters
-        have settings of their own; `build_optimizer` handles both forms.
-
-    Raises:
-        ConfigError: no optimizer has the name, or the optimizer does not have a setting.
-        MissingExtraError: the package that serves it is not installed.
+    They include "params" (or "model") only for an optimizer whose parameters have settings of their own, as muon,
+    galore, apollo and lomo, which look at the `model`; `build_optimizer` handles both forms. Raises ConfigError and
+    MissingExtraError.
     """
     try:
         name = OptimizerNames(args.optim)
@@ -271,15 +251,8 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer over the model's trainable parameters, in one group that decays and one that does not.
 
-    Args:
-        args: the training arguments.
-        model: the model whose parameters it updates.
-        cls_and_kwargs: the result of `create_optimizer_cls_and_kwargs`, or a user's own choice.
-        decay_names: names of the parameters that decay; those of `get_decay_parameter_names` when not given.
-
-    Raises:
-        ConfigError: the model has no trainable parameters, or `create_optimizer_cls_and_kwargs` refuses the arguments.
-        MissingExtraError: the package that serves the optimizer is not installed.
+    `cls_and_kwargs`: the result of `create_optimizer_cls_and_kwargs`, or a user's own choice; `decay_names`: those of
+    `get_decay_parameter_names` when not given. Raises ConfigError and MissingExtraError.
     """
     cls, given = cls_and_kwargs or create_optimizer_cls_and_kwargs(args, model)
     kwargs = dict(given)
@@ -306,12 +279,9 @@ def build_optimizer(
 
 
 def parse_optim_args(text: str | None) -> dict[str, Any]:
-    """Parse `"momentum=0.9,nesterov=true,betas=(0.9,0.95)"` into a dictionary.
+    """Parse `"momentum=0.9,nesterov=true,betas=(0.9,0.95)"` into a dictionary. Raises ConfigError.
 
     Values become numbers, truth values, None or tuples of them; everything else stays text.
-
-    Raises:
-        ConfigError: a part has no `=`, or a name is given twice.
     """
     settings: dict[str, Any] = {}
     # A comma inside of parentheses or brackets separates the items of a tuple.

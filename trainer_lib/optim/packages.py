@@ -48,9 +48,7 @@ class OptimizerRequest:
     """An optimizer by name, with everything that its settings may depend on.
 
     Attributes:
-        name: the optimizer.
-        args: the training arguments.
-        model: the model; None when it is not known.
+        model: None when it is not known.
         settings: the parsed `optim_args`.
         used: names of the settings that `take` returned; the others go to the optimizer's constructor as they are.
     """
@@ -222,10 +220,7 @@ def _check_bfloat16(request: OptimizerRequest) -> None:
 
 
 def _round_alike(cls: Any, seed: int) -> Any:
-    """The class of an optimizer that draws numbers in a step: here from the seed and the step alone.
-
-    Copies of a parameter on several processes then stay equal, whatever the processes drew before.
-    """
+    """The class of an optimizer whose draws follow from the seed and the step: copies of a parameter stay equal."""
 
     def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
         done = next((int(state["step"]) for state in self.state.values() if "step" in state), 0)
@@ -294,7 +289,7 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
 
 
 def matches(targets: str | list[str], module_name: str) -> bool:
-    """Return whether a module, by its dotted name, is a target of `optim_target_modules`.
+    """Whether a module, by its dotted name, is a target of `optim_target_modules`.
 
     `targets`: "all-linear", a regular expression for the whole name, or a list of expressions or parts of a name.
     """

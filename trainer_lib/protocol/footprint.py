@@ -65,11 +65,7 @@ class ModelSize:
     divided_bytes: int = 0
 
     def checkpoint_bytes(self, *, only_model: bool = False) -> int | None:
-        """The bytes of one checkpoint: weights and optimizer state, without the few kilobytes of other files.
-
-        Args:
-            only_model: it has no optimizer state.
-        """
+        """The bytes of a checkpoint: weights and, unless `only_model`, optimizer state; the rest is kilobytes."""
         if only_model:
             return self.stored_bytes
         return None if self.optimizer_bytes is None else self.stored_bytes + self.optimizer_bytes
@@ -125,7 +121,6 @@ def footprints(
         alone: samples of the micro-batch of one process alone, whose activations grow with it; None: as on each rank.
         bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
         writers: ranks that write a part of FSDP's checkpoint; None: all of them.
-        only_model: checkpoints have no optimizer state.
         layout: copies, shards, and ranks of a tensor group of the spec's own.
     """
     written = size.checkpoint_bytes(only_model=only_model)

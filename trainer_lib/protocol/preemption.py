@@ -26,12 +26,9 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Preemption:
-    """Where a notice is looked for: one of file, command and url.
+    """Where a notice is looked for: a file that exists, a command that exits with 0, or a URL that answers 200.
 
     Attributes:
-        file: a path; the notice is given once it exists.
-        command: a program and its arguments; the notice is given once it exits with 0.
-        url: asked by GET; the notice is given once it answers 200.
         headers: sent with the request.
         contains: text that the answer must contain; None: any answer counts.
         every_s: seconds between two looks.
@@ -48,13 +45,7 @@ class Preemption:
 
 
 def find_notice(asked: Preemption) -> str | None:
-    """Look once. Returns what gave the notice, as a clause; None when nothing did.
-
-    Raises:
-        OSError: the file's folder cannot be read.
-        http.client.HTTPException: what the URL answers is not HTTP.
-        ValueError: the URL is malformed.
-    """
+    """Look once; what gave the notice, as a clause, or None. Raises OSError, HTTPException and ValueError."""
     if asked.file is not None and Path(asked.file).exists():
         return f"the file {asked.file} is there"
     if asked.command and _succeeds(asked.command, asked.timeout_s):
@@ -99,14 +90,9 @@ def _answers(asked: Preemption, url: str) -> bool:
 
 
 class NoticeWatch(threading.Thread):
-    """Looks for a notice until one is given, and delivers it.
+    """Looks for a notice until one is given, and calls `deliver`, again until it returns True.
 
-    Args:
-        asked: where to look.
-        deliver: called once a notice is given, and again until it returns True.
-
-    Attributes:
-        notice: what gave the notice; None so far.
+    `notice`: what gave it; None so far.
     """
 
     def __init__(self, asked: Preemption, deliver: Callable[[], bool]) -> None:

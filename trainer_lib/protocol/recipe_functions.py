@@ -62,12 +62,7 @@ _FRAME_LINE = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 
 
 def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
-    """Raise ConfigError for a function that cannot be called as a recipe's function of its name, one of `CALLS`.
-
-    Args:
-        field: the setting that names the file.
-        value: the file.
-    """
+    """Raise ConfigError, about the file `value` in `field`, for a function that cannot be called as `CALLS` says."""
     given, last = CALLS[name], LAST.get(name)
     for keywords in ({}, {last: None}) if last else ({},):
         with contextlib.suppress(TypeError):
@@ -242,11 +237,7 @@ def as_pairs(value: object) -> dict[str, Any]:
 
 
 def as_measurements(value: object) -> tuple[dict[str, float], dict[str, bytes]]:
-    """Return the numbers and the files of what `after_evaluate` returned.
-
-    Raises:
-        ConfigError: it is not {"metrics": {name: number}, "files": {name: bytes}}, each of which may be left out.
-    """
+    """The numbers and the files of what `after_evaluate` returned. Raises ConfigError."""
     remedy = 'Return {"metrics": {name: number}, "files": {name: bytes}}.'
     parts = value if isinstance(value, Mapping) else {}
     inner = {name: parts.get(name, {}) for name in ("metrics", "files")}
@@ -341,11 +332,9 @@ def _hint_at_import(error: BaseException, root: Path) -> str:
 
 
 def vanished_source(error: TrainflowError, shown: str) -> DataError | None:
-    """Return our error where a file was not there while a source was read; None where another thing failed.
+    """Our error where a file was not there while the source `shown` was read; None where another thing failed.
 
-    Args:
-        error: what `user_error` made of the recipe's error.
-        shown: the source's text.
+    `error`: what `user_error` made of the recipe's error.
     """
     cause = error.__cause__ if isinstance(error, CodeError) else None
     while cause is not None:  # a reader of another package may wrap it

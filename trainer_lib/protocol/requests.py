@@ -103,11 +103,7 @@ class TrainResult:
 
 @dataclass(frozen=True)
 class EvaluateResult:
-    """Files written, and the metrics: split -> name -> value.
-
-    Attributes:
-        warnings: sentences about what may be wrong with the model.
-    """
+    """Files written, and the metrics: split -> name -> value; `warnings` are sentences about what may be wrong."""
 
     files: tuple[FileEntry, ...]
     metrics: dict[str, dict[str, float]]
@@ -132,12 +128,7 @@ class PredictResult:
 
 @dataclass(frozen=True)
 class MergeResult:
-    """The merged model.
-
-    Attributes:
-        files: the weights with the adapters merged in, and the configuration that loads them.
-        agreement: how far the merged weights answer as the adapters do; empty where no rows give logits.
-    """
+    """The merged model, and how far its weights answer as the adapters do; empty where no rows give logits."""
 
     files: tuple[FileEntry, ...]
     agreement: dict[str, float] = field(default_factory=dict)
@@ -153,11 +144,7 @@ class ScoreResult:
 
 @dataclass(frozen=True)
 class RecipeFile:
-    """A recipe's Python file, and the folder where its imports start.
-
-    Attributes:
-        fallback: the file that has the functions which the first does not define; None: there is none.
-    """
+    """A recipe's Python file, the folder where its imports start, and the file of functions that it lacks."""
 
     path: str
     root: str
@@ -176,12 +163,7 @@ class PreparedData:
 
 @dataclass(frozen=True)
 class Proof:
-    """The end of a training that is part of `trainflow prove-resume`.
-
-    Attributes:
-        stop_at: optimizer step after which the process gets a signal; None: it runs to its end.
-        kill: the signal is SIGKILL, not SIGTERM.
-    """
+    """The end of a training of `trainflow prove-resume`: a signal after a step, SIGKILL if `kill`; None: none."""
 
     stop_at: int | None = None
     kill: bool = False
@@ -337,11 +319,7 @@ class EstimateRequest(ModelRequest[Estimate], verb="estimate", result=Estimate):
 
 @dataclass(frozen=True, kw_only=True)
 class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
-    """Train as the arguments say, with the clock running; `output` is a folder that the owner removes.
-
-    Attributes:
-        rows: rows of the eval split that are evaluated at most.
-    """
+    """Train with the clock running, and evaluate `rows` rows at most; `output` is a folder that the owner removes."""
 
     train_split: str = "train"
     eval_split: str | None = None

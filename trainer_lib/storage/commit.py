@@ -101,13 +101,9 @@ def write_commit(
     *,
     guard: Callable[[], None] | None = None,
 ) -> Commit:
-    """Declare a folder complete, after every file in `files` was written.
+    """Declare a folder complete, after every file in `files` was written; it may hold others, which are not covered.
 
     Args:
-        store: the folder; it may hold other files, which the commit does not cover.
-        kind: ``stage``, ``checkpoint`` or ``published``.
-        files: the entries that the writers returned.
-        meta: facts that the kind defines; JSON.
         guard: called right before the commit; raises (`LeaseLostError`) to prevent it.
 
     Raises:
@@ -155,14 +151,8 @@ def verify_files(
 ) -> list[str]:
     """Compare a folder's files with its commit; one line per problem, none when the folder is intact.
 
-    Args:
-        store: the folder.
-        commit: its commit.
-        digests: read every byte and compare digests; False compares presence and sizes only (one listing).
-        on_read: takes the numbers of bytes of the pieces that were read.
-
-    Raises:
-        StorageError: the store cannot be read, which says nothing about the files; another try may help.
+    Without `digests` presence and sizes alone count (one listing). `on_read` takes the numbers of bytes that were read.
+    Raises StorageError, which says nothing about the files: another try may help.
     """
     sizes = {info.path: info.size for info in store.list()}
     problems = []

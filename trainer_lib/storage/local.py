@@ -32,11 +32,7 @@ _NO_HARD_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, er
 
 
 class LocalBackend:
-    """A folder on a mounted disk. Nothing is listed, written or removed across a link below `top`.
-
-    Args:
-        top: the folder that the user named, which may be behind links.
-    """
+    """A folder on a mounted disk. Nothing is listed, written or removed across a link below `top`."""
 
     exclusive = True
 
@@ -57,12 +53,7 @@ class LocalBackend:
 
     @contextlib.contextmanager
     def _opened(self, folder: Path) -> Iterator[int]:
-        """Open a folder step by step from `top`, so that no link is crossed even if another process makes it just now.
-
-        Raises:
-            StorageError: a link to a folder is on the way.
-            OSError: the folder is absent.
-        """
+        """Open a folder step by step from `top`: no link is crossed, even if another process makes it just now."""
         path = self._top if folder.is_relative_to(self._top) else folder
         descriptor = os.open(path, _FOLDER)
         try:
@@ -330,13 +321,9 @@ def _identity(folder: Path) -> list[int]:
 
 
 def make_folders(path: Path, mode: int = 0o777) -> None:
-    """Make folders as `makedirs` does, and make the entries of new ones durable.
+    """Make folders as `makedirs` does, and make the entries of new ones durable; `mode` is that of a new `path`.
 
-    Args:
-        mode: of `path`, where it is new.
-
-    Raises:
-        FolderGoneError: `path` lies in a pinned folder that was renamed or removed. OSError: as the system raises it.
+    Raises FolderGoneError where `path` lies in a pinned folder that was renamed or removed, and OSError.
     """
     missing = []
     folder = path

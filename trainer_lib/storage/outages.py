@@ -118,10 +118,7 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def vendor_code(error: BaseException) -> str | None:
-    """Return the store's own error code, such as ``PreconditionFailed``, or the Hub's HTTP status.
-
-    s3fs keeps it in the cause.
-    """
+    """The store's own error code, such as ``PreconditionFailed``, or the Hub's HTTP status."""
     return _answered(error, "Code")
 
 
@@ -207,17 +204,10 @@ def _reason(error: Exception) -> str:
 
 
 def typed_error(error: Exception, verb: str, where: str, *, needed: int | None = None) -> StorageError:
-    """Return a StorageError for what a store raised.
+    """A StorageError for `error`, which a store raised when `verb` was tried at `where`: "Could not `verb` it".
 
-    Args:
-        error: what the store raised.
-        verb: what was tried, as in "Could not `verb` it".
-        where: the URL.
-        needed: bytes that the file has at least, for the error of a full disk.
-
-    Returns:
-        a StorageFullError when no space is left, which no retry can help; a StoreUnreachableError when the store does
-        not answer, which a later try may help.
+    It is a StorageFullError, with the bytes `needed`, when no space is left, which no retry can help; a
+    StoreUnreachableError when the store does not answer, which a later try may help.
     """
     number, reason = (error.errno if isinstance(error, OSError) else None), _reason(error)
     if number in _FULL or _is_full(vendor_code(error)):

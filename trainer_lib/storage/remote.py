@@ -49,11 +49,7 @@ Range = tuple[int, int]
 
 
 def windowed(fetch: Fetch, ranges: Iterable[Range]) -> Iterator[Buffer]:
-    """Yield the bytes of ranges in order, while requests for the next ones are in flight. `close` cancels those.
-
-    Raises:
-        OSError: the store sent fewer bytes than a range has.
-    """
+    """Yield the bytes of ranges in order, while requests for the next ones are in flight. `close` cancels those."""
     flying: deque[tuple[int, Future[Buffer]]] = deque()
     try:
         for start, end in ranges:
@@ -85,12 +81,7 @@ def pieces(start: int, end: int) -> Iterator[Range]:
 def scatter(read: Callable[[Iterable[Range]], Iterator[Buffer]], parts: Sequence[tuple[int, memoryview]]) -> None:
     """Fill buffers with the bytes from their positions on; read neighbours in one request and no byte twice.
 
-    Args:
-        read: yields the bytes of ranges in order.
-        parts: (position in the file, buffer of bytes), in any order.
-
-    Raises:
-        OSError: the file ends before one of the parts does.
+    `read` yields the bytes of ranges in order. Raises OSError where the file ends before a part does.
     """
     wanted = sorted((part for part in parts if len(part[1])), key=lambda part: part[0])
     ranges = [piece for start, end in _runs(wanted) for piece in pieces(start, end)]
@@ -206,12 +197,7 @@ def read_up_to(stream: BinaryIO, size: int) -> bytes:
 
 
 def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
-    """Return the fsspec file system of a scheme, without its cache of listings: other processes write files too.
-
-    Raises:
-        MissingExtraError: the scheme's package is not installed.
-        ConfigError: the file system cannot be made with the options in the environment. The error names `field`.
-    """
+    """The fsspec file system of a scheme, without its cache of listings. Raises MissingExtraError and ConfigError."""
     import fsspec
 
     try:

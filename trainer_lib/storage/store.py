@@ -133,11 +133,9 @@ class Store:
 
     @classmethod
     def open(cls, url: str | os.PathLike[str], *, field: str = "storage") -> Store:
-        """Return the folder at a path or URL, without reading or writing anything.
+        """Return the folder at a path or URL, without reading or writing anything. Errors name `field`.
 
-        Raises:
-            ConfigError: the URL is malformed, has an unknown scheme or holds credentials. The error names `field`.
-            MissingExtraError: the scheme's package is not installed.
+        Raises ConfigError for a URL that is malformed, of an unknown scheme or with credentials, and MissingExtraError.
         """
         scheme, path = split_url(url, field=field)
         if scheme == "file":
@@ -170,10 +168,7 @@ class Store:
     def ensure_writable(self, *, field: str = "storage") -> None:
         """Write and remove a tiny file, so that a wrong address or a missing permission is found before work starts.
 
-        Raises:
-            ConfigError: the folder cannot be written; the message has the store's reason, and the error names `field`.
-            StorageFullError: no space is left.
-            StoreUnreachableError: the store does not answer.
+        Raises ConfigError (with the store's reason), StorageFullError or StoreUnreachableError.
         """
         probe = f".probe-{os.urandom(8).hex()}"
         try:
@@ -196,10 +191,7 @@ class Store:
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:
-        """Inside the block, neither make a local folder again after it was renamed or removed, nor write there.
-
-        Raises StorageError when it cannot be made; later writes raise a StorageGoneError.
-        """
+        """Inside the block, a local folder that is renamed or removed stays away: writes raise StorageGoneError."""
         with contextlib.ExitStack() as stack:
             if isinstance(self._backend, LocalBackend):
                 with self._typed("write", ""):
@@ -250,10 +242,7 @@ class Store:
             return cast(BinaryIO, _TypedReader(self, rel, self._backend.open_read(rel)))
 
     def read_bytes(self, rel: str, *, limit: int | None = None) -> bytes:
-        """Read a whole file.
-
-        Raises StorageError when it is absent or the store fails, DamagedError when it has more than `limit` bytes.
-        """
+        """Read a whole file. Raises StorageError, and DamagedError when it has more than `limit` bytes."""
         data = self.read_if_exists(rel, limit=limit)
         if data is None:
             raise absent(self._where(rel))
@@ -274,14 +263,9 @@ class Store:
         return data
 
     def read_into(self, rel: str, parts: Sequence[tuple[int, memoryview]]) -> None:
-        """Fill buffers with parts of a file, with several requests in flight on a remote store.
+        """Fill buffers with parts of a file, with several requests in flight on a remote store. Raises StorageError.
 
-        Args:
-            rel: the file.
-            parts: (position of the first byte, buffer of bytes to fill), in any order. One request reads neighbours.
-
-        Raises:
-            StorageError: the file is absent, or ends before one of the parts does.
+        `parts`: (position of the first byte, buffer of bytes to fill), in any order. One request reads neighbours.
         """
         with self._typed("read", checked(rel)):
             scatter(lambda ranges: self._backend.read_ranges(rel, ranges), parts)
@@ -295,12 +279,7 @@ class Store:
         return digest.hexdigest()
 
     def download(self, rel: str, local: Path, *, expect: FileEntry | None = None) -> None:
-        """Copy a file to the local disk; `local` appears only when it is whole and equal to `expect`.
-
-        Raises:
-            DamagedError: size or digest differ from `expect`.
-            StorageError: the store or the disk fails.
-        """
+        """Copy a file to the local disk; `local` appears only when it is whole and equal to `expect`."""
         local.parent.mkdir(parents=True, exist_ok=True)
         draft = local.with_name(f".{local.name}.{os.urandom(8).hex()}.tmp")
         digest, size = hashlib.sha256(), 0
@@ -326,11 +305,7 @@ class Store:
 
     @contextlib.contextmanager
     def open_write(self, rel: str) -> Iterator[DigestingWriter]:
-        """Write a file of any size, durable when the block ends; an exception leaves no whole file under the name.
-
-        Raises:
-            StorageError, StorageFullError: `write` or the end of the block fails.
-        """
+        """Write a file of any size, durable when the block ends; an exception leaves no whole file under the name."""
         with self._typed("write", checked(rel)):
             stream = self._backend.open_write(rel)
         writer = DigestingWriter(self, rel, stream)

@@ -23,9 +23,7 @@ _REPOSITORY = re.compile(rf"((?:{_KINDS})?(?!{_KINDS})[^/@]+/[^/@*?\[]+(?:{_REVI
 def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
     """Return the scheme and the path of a URL; ``("file", absolute path)`` for every way to write a local one.
 
-    Raises:
-        ConfigError: the URL is empty or chained (``::``), its scheme is unknown, it holds credentials or a query, or it
-            names no bucket. The error names `field`.
+    Raises ConfigError for one that is chained (``::``), has an unknown scheme, credentials or a query, or no bucket.
     """
     text = os.fspath(url)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
@@ -65,11 +63,7 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
 
 
 def split_root(scheme: str, path: str, *, field: str) -> tuple[str, str]:
-    """Return a remote path's bucket, or on the Hub its repository with the revision, and the path below that.
-
-    Raises:
-        ConfigError: an address on the Hub names no repository. The error names `field`.
-    """
+    """A remote path's bucket, or on the Hub its repository with the revision, and the path below that."""
     if scheme != HUB:
         bucket, _, rest = path.partition("/")
         return bucket, rest
@@ -104,10 +98,9 @@ def _nearest(scheme: str) -> str:
 
 
 def checked_address(address: str, *, field: str, unset: str) -> str:
-    """Return the address of a server, such as ``http://host:9000``, from the environment variable `field`.
+    """The address of a server, such as ``http://host:9000``, from the environment variable `field`. Raises ConfigError.
 
-    `unset` says what is used without it. Raises ConfigError for another form, which a client would refuse much later
-    and in its own words.
+    `unset` says what is used without it. A client would refuse another form much later and in its own words.
     """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:

@@ -80,10 +80,9 @@ class Strategy:
         return inner if isinstance(inner, nn.Module) else model
 
     def inference_model(self, model: nn.Module, *, alone: bool = False) -> nn.Module:
-        """Return the module to predict with.
+        """Return the module to predict with; ConfigError where it has to be `alone`, without communication, and cannot.
 
         Its forward must not communicate unless `forward_communicates`: ranks may have different numbers of batches.
-        With `alone` it must not in any case, since other ranks do not predict at all; ConfigError where it has to.
         """
         return model
 
@@ -254,11 +253,7 @@ def match_names(
     keep: Collection[str],
     shape_of: Callable[[torch.Tensor], tuple[int, ...]],
 ) -> dict[str, str]:
-    """Return the first name of every tensor ``[...]`` of `own` -> its name in `state`, which may be any that is tied.
-
-    Raises:
-        ConfigError: as `Strategy.load_model_state`.
-    """
+    """The first name of every tensor ``[...]`` of `own` -> its name in `state`, which may be any that is tied."""
     names: dict[int, list[str]] = {}
     for name, tensor in own.items():
         names.setdefault(id(tensor), []).append(name)

@@ -30,10 +30,7 @@ if _BUFFERS not in inspect.signature(DistributedDataParallel.__init__).parameter
 
 
 class DdpStrategy(Strategy):
-    """Every rank holds the whole model; backward averages gradients over ranks.
-
-    Since gradients are *averaged*, the trainer scales the ranks' losses by the number of data-parallel processes.
-    """
+    """Every rank holds the whole model. Backward *averages* gradients, so the trainer scales the ranks' losses."""
 
     name = "ddp"
 

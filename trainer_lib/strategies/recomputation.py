@@ -51,11 +51,7 @@ class Recomputation:
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> Self | None:
-        """The settings in `gradient_checkpointing_kwargs`; None where they leave the choice to the model.
-
-        Raises:
-            ConfigError: a value of the wrong kind, an operator that torch does not have, or a contradiction.
-        """
+        """The settings in `gradient_checkpointing_kwargs`; None where the model chooses. Raises ConfigError."""
         given = dict(settings or {})
         if not given.keys() & {"every", "save", "blocks", "offload"}:
             return None
@@ -107,8 +103,7 @@ def _find_operators(names: tuple[str, ...]) -> list[Any]:
 def find_blocks(model: nn.Module, settings: Recomputation) -> list[nn.Module]:
     """The modules that are recomputed or offloaded one by one, in the order of the model; none lies in another.
 
-    Raises:
-        ConfigError: no such module, or one that counts its batches and would count them twice.
+    Raises ConfigError where there is none, and for one that counts its batches and would count them twice.
     """
     blocks = list(_walk(model, settings.blocks))
     present = {type(block).__name__ for block in blocks}

@@ -78,8 +78,7 @@ class Attempts:
     Attributes:
         allowed: the micro-batch that memory allows; None = that of the arguments.
         url: the checkpoint that the next attempt continues; None = the start.
-        halves: whether a step is tried again with half the micro-batch when memory runs out. Several processes exchange
-            more for it: only if asked.
+        halves: whether short memory halves the micro-batch. Several processes exchange more for it: only if asked.
     """
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
@@ -133,9 +132,7 @@ class Attempts:
     def recover(self, error: MemoryRanOut | SpikeFound) -> None:
         """Choose where the next attempt begins, and put the state before the first one back. Collective.
 
-        Raises:
-            OutOfMemoryError: memory does not suffice for a micro-batch of one sample.
-            LossSpikeError: more steps spiked than `max_loss_spikes` allows, or there is nothing to go back to.
+        Raises OutOfMemoryError or LossSpikeError where no attempt is left, or nothing to go back to.
         """
         internals = self._internals
         internals.checkpoints.finish()  # a save under way may become the one to continue from

@@ -151,11 +151,7 @@ class Evaluator:
     def evaluation_model(self, *, alone: bool = False) -> nn.Module:
         """The model in evaluation mode; outside training cast as a whole when the arguments ask for it.
 
-        Args:
-            alone: the model's forward must not wait for other ranks.
-
-        Raises:
-            ConfigError: with `alone`, the model cannot compute without other ranks.
+        `alone`: its forward must not wait for other ranks; ConfigError where it has to.
         """
         trainer, engine = self.trainer, self.internals.engine
         model = engine.strategy.inference_model(trainer.model_wrapped, alone=alone)
@@ -285,8 +281,7 @@ class EvaluationMethods(DataMethods):
     def _determine_best_metric(self, metrics: dict[str, float], trial: Any = None) -> bool:
         """Whether these metrics are the best so far, which is then noted in the state; a non-finite value never is.
 
-        Raises:
-            ConfigError: `metric_for_best_model` is not among them.
+        Raises ConfigError when `metric_for_best_model` is not among them.
         """
         watched, run = self.args.metric_for_best_model, self._trainflow.run
         if watched is None:

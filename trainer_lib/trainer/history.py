@@ -32,12 +32,9 @@ _LEAST_DEVIATION = 1e-6
 
 @dataclass(frozen=True)
 class Spike:
-    """A spike that training went back for.
+    """A spike at `step` that training went back to `after` for: the samples of the steps in between are skipped.
 
-    Attributes:
-        after: the step that training went back to; the samples of the steps after it, up to `step`, are skipped.
-        step: the step of the spike.
-        reason: what was seen, as a clause.
+    `reason`: what was seen, as a clause.
     """
 
     after: int
@@ -54,12 +51,7 @@ class SpikeFound(Exception):  # control flow inside the Trainer; never leaves it
 
 
 class SpikeWatch:
-    """Compares each loss with those of the steps before it.
-
-    Args:
-        sigma: standard deviations above the mean that count as a spike.
-        window: number of losses in mean and deviation; before so many there is no spike.
-    """
+    """Compares each loss with the `window` losses before it: `sigma` deviations above their mean, it is a spike."""
 
     def __init__(self, sigma: float, window: int) -> None:
         self._sigma = sigma

@@ -133,15 +133,7 @@ class Events:
 
 
 class Internals:
-    """A Trainer's collaborators.
-
-    Attributes:
-        world: set when the arguments are adopted.
-        signatures: read when the Trainer is built, and before every run.
-        facts: set when the model is looked at.
-        run: the training under way; None outside of `train`.
-        stop: its request to stop; None outside of `train`.
-    """
+    """A Trainer's collaborators; `run` and `stop` (its request to stop) are None outside of `train`."""
 
     world: World
     signatures: Signatures

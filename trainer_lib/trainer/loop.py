@@ -412,11 +412,7 @@ _NORMS = ("_clip_grad_norm", "_get_grad_norm")
 
 
 def training_length(args: TrainingArguments, steps_per_epoch: int | None) -> tuple[int, int]:
-    """(optimizer steps, epochs) to do. Raises ConfigError and DataError.
-
-    Args:
-        steps_per_epoch: None when the data has no length.
-    """
+    """(optimizer steps, epochs) to do; `steps_per_epoch` is None for a stream. Raises ConfigError and DataError."""
     if args.max_steps > 0:
         # A stream is read again from its start until `max_steps` is reached.
         epochs = sys.maxsize if not steps_per_epoch else -(-args.max_steps // steps_per_epoch)

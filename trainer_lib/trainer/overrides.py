@@ -59,11 +59,8 @@ def _is_ours(trainer: Trainer, name: str) -> bool:
 class Signatures:
     """The arguments that the methods of one Trainer take, read before every run and not at every step.
 
-    Args:
-        defaults: the library's own functions by name.
-
     Attributes:
-        overridden: the names of `defaults` that a subclass or the instance replaces.
+        overridden: the names of `defaults`, the library's own functions, that a subclass or the instance replaces.
         report_takes: how many of the newest seven positional arguments `_maybe_log_save_evaluate` takes.
     """
 

@@ -38,10 +38,6 @@ class StopRequest:
 
     A second SIGTERM changes nothing: the save under way continues. A second SIGINT raises KeyboardInterrupt, because a
     person at the keyboard wants the program to end: a save that it interrupts is not committed.
-
-    Args:
-        comm: all ranks.
-        on_sigterm: handle SIGTERM as well as SIGINT.
     """
 
     def __init__(self, comm: Communicator, *, on_sigterm: bool = True) -> None:
@@ -107,13 +103,7 @@ def position_in(data: Mapping[str, Any], source: TrainSource) -> tuple[int, int]
 
 @dataclass
 class TimeSpent:
-    """Seconds since the training began; what is not evaluated, saved or restored is trained.
-
-    Attributes:
-        restored: reading a checkpoint and finding its position again.
-        evaluated: in evaluations between steps.
-        saved: that training waited for checkpoints; a save in the background counts as long as it is waited for.
-    """
+    """Seconds since the training began; what is not evaluated, saved (waited for) or restored is trained."""
 
     restored: float = 0.0
     evaluated: float = 0.0

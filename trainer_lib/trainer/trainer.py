@@ -169,11 +169,7 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
         self._trainflow.accelerator.set_up()
 
     def _validate_args(self) -> None:
-        """Check what the Trainer was given; an override may add checks.
-
-        Raises:
-            ConfigError, DataError: the arguments contradict each other, the model or the data.
-        """
+        """Check what the Trainer was given; an override may add checks. Raises ConfigError and DataError."""
         trainer_checks.check_trainer(self, self._trainflow.world.comm.data_parallel.size)
 
     # -- callbacks ----------------------------------------------------------------------------------------------------

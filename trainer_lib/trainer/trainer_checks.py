@@ -48,11 +48,7 @@ _log = logging.getLogger(__name__)
 
 
 def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) -> None:
-    """Raise ConfigError for an argument that is not served, and log what has no effect.
-
-    Args:
-        wanted: the class of arguments that the Trainer takes.
-    """
+    """Raise ConfigError for an argument that a Trainer of `wanted` arguments does not serve; log what has no effect."""
     generates = issubclass(wanted, Seq2SeqArguments)
     if generates and not isinstance(args, Seq2SeqArguments):
         raise ConfigError(
@@ -88,10 +84,8 @@ def refuse_wrong_kinds(
 ) -> None:
     """Raise ConfigError for an argument of the constructor that is of another kind, which would fail far from here.
 
-    Args:
-        functions: the values of `_FUNCTIONS`.
-        optimizer: `optimizer_cls_and_kwargs`.
-        own_loss: the Trainer's class overrides `compute_loss`.
+    `functions`: the values of `_FUNCTIONS`; `optimizer`: `optimizer_cls_and_kwargs`; `own_loss`: the Trainer's class
+    overrides `compute_loss`.
     """
     for name, value in zip(_FUNCTIONS, functions, strict=True):
         # Libraries that compute the loss themselves pass a text for it, so that the loss counts as their own.

@@ -141,8 +141,7 @@ def _plain(argument: Any, notes: list[list[bool]]) -> Any:
 class MicroBatches:
     """This rank's micro-batches of an epoch as plain batches.
 
-    Attributes:
-        drawn: the batches of the step under way, each with its samples: 0 for a dummy, None for unknown.
+    `drawn`: the batches of the step under way, with their samples: 0 for a dummy, None for unknown.
     """
 
     def __init__(self, source: TrainSource, epoch: int, start_step: int) -> None:
@@ -215,8 +214,7 @@ class StepWeights:
     def count(self, batches: list[Any], count_items: Callable[[Any, int | None], int]) -> int:
         """Count the target items of a step's micro-batches, as they come from `open_epoch`; their sum on this rank.
 
-        Args:
-            count_items: (batch, samples that the collator was given) -> target items.
+        `count_items`: (batch, samples that the collator was given) -> target items.
         """
         self.all_batches = None
         known: list[int | None] = [None] * len(batches)

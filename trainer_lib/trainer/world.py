@@ -102,7 +102,6 @@ class World:
     Attributes:
         comm: all ranks.
         save_group: the ranks that share output_dir: all of them or, with `save_on_each_node`, those of this machine.
-        device: the device of this process.
         batching: what `accelerator_config` asks for.
         mesh: the coordinates of this process and of the others; the groups along it are the strategy's.
     """

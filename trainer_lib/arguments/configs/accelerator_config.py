@@ -135,11 +135,7 @@ class BatchSettings:
         )
 
     def share(self, batch_size: int, data_parallel_size: int, *, field: str) -> int:
-        """Return the samples of one process out of the `batch_size` that the argument `field` gives.
-
-        Raises:
-            ConfigError: `split_batches` is on, and the processes do not divide the batch.
-        """
+        """The samples of one process out of the `batch_size` that the argument `field` gives. Raises ConfigError."""
         if not self.split_batches:
             return batch_size
         if batch_size % data_parallel_size:
@@ -193,10 +189,9 @@ def _accumulation_flag(name: str, value: Any) -> bool | None:
 
 
 def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:
-    """Return the samples of one optimizer step over all processes, those that train on different samples.
+    """The samples of one optimizer step over all processes, those that train on different samples. Raises ConfigError.
 
-    `settings`: what `args.accelerator_config` holds, where the caller has read it. Raises ConfigError when it cannot be
-    read, or holds a setting that is not served.
+    `settings`: what `args.accelerator_config` holds, where the caller has read it.
     """
     if args.global_batch_size:
         return args.global_batch_size
@@ -206,10 +201,7 @@ def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings:
 
 
 def micro_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:
-    """Return the samples that one process trains on at a time; arguments and errors as in `total_batch_size`.
-
-    Raises ConfigError also when `split_batches` asks for a share that is not a whole number.
-    """
+    """The samples that one process trains on at a time; arguments and errors as in `total_batch_size`."""
     settings = settings or BatchSettings.of(args.accelerator_config)
     return settings.share(args.per_device_train_batch_size, data_parallel_size, field="per_device_train_batch_size")
 

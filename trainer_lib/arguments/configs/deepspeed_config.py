@@ -161,11 +161,7 @@ class ZeroPlan:
 
 
 def adopt(args: TrainingArguments) -> ZeroPlan:
-    """Return the plan, after setting the arguments that the file decides.
-
-    Raises:
-        ConfigError: as `plan`, or the arguments contradict each other afterwards.
-    """
+    """Return the plan, after setting the arguments that the file decides. Raises ConfigError."""
     found = plan(args)
     for name, value in found.arguments.items():
         setattr(args, name, value)
@@ -177,14 +173,8 @@ def adopt(args: TrainingArguments) -> ZeroPlan:
 def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> ZeroPlan:
     """Return what `args.deepspeed`, a mapping or the name of a JSON file, asks for; `args` stay as they are.
 
-    Args:
-        args: coerced arguments.
-        data_parallel_size: processes that train on different samples; None when it is not known yet. Only
-            train_batch_size depends on it.
-
-    Raises:
-        ConfigError: the file cannot be read; a key is unknown or not supported; a value contradicts an argument (the
-            error names both) or another value.
+    Only train_batch_size depends on `data_parallel_size`; None: not known yet. Raises ConfigError, for a contradiction
+    with both values.
     """
     config = read(args.deepspeed)
     check_keys("", config, (*MAPPED, *PASSED), REFUSED)
@@ -530,10 +520,9 @@ def resolve_setting(
     prefix: str = "",
     index: int | None = None,
 ) -> Any:
-    """Return the number that the file gives for an argument, and record it in `resolved`; None when it gives none.
+    """The number that `given`, a section of the file, has for an argument, noted in `resolved`; None: it has none.
 
-    `given` is a section of the file and `prefix` its name with a dot, for errors; `index` is the place of the number
-    where the setting is a list. Raises ConfigError for what is not a number, or contradicts the argument.
+    `prefix` is the section's name with a dot, `index` the number's place in a list. Raises ConfigError.
     """
     written = given.get(key)
     if isinstance(written, list | tuple) and index is not None:

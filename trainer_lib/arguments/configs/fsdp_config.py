@@ -110,11 +110,7 @@ class FsdpSettings:
 
 
 def read_settings(args: ArgumentGroups) -> FsdpSettings | None:
-    """Return the settings, reading their file if there is one; None when `fsdp` is empty.
-
-    Raises:
-        ConfigError: the file cannot be read, or a key, a value or a combination is not supported.
-    """
+    """Return the settings, reading their file if there is one; None when `fsdp` is empty. Raises ConfigError."""
     words = str(args.fsdp or "").split()
     config = args.fsdp_config
     values = _unprefixed(read_mapping(Path(config), field=FIELD) if isinstance(config, str) else config or {})
@@ -215,11 +211,7 @@ def _count(key: str, value: Any) -> int | None:
 
 
 def sharded_checkpoints(key: str, value: Any) -> bool:
-    """Return whether a state_dict_type asks every process to write its own part of a checkpoint.
-
-    Raises:
-        ConfigError: it is not a type that any number of processes can load. The error names `key`.
-    """
+    """Whether the state_dict_type in `key` has each process write its part of a checkpoint. Raises ConfigError."""
     options = {"full_state_dict": False, "sharded_state_dict": True}
     word = str(value).strip().lower()
     if word not in options:

@@ -38,13 +38,9 @@ DATA = ("replicate", "shard", "expert")
 
 
 class Grid:
-    """All processes, seen from one of them.
+    """All processes, seen from one of them; dimensions are in their order, sizes and coordinates by their names.
 
     Attributes:
-        sizes: name of a dimension -> its size, of all dimensions in their order.
-        rank: of this process.
-        size: number of processes.
-        coordinates: name of a dimension -> this process's place in it, of all dimensions in their order.
         data_size: number of shares of the data.
         data_rank: number of this process's share.
     """

@@ -24,12 +24,7 @@ _FEW = 1_000  # parameters that any configuration may describe: on the meta devi
 def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module | None:
     """The transformers model that config.json describes, without values; None without such a description.
 
-    Args:
-        config: config.json.
-        num_tensors: weights in the file: a model with many times as many parameters is another one.
-
-    Raises:
-        ConfigError: it cannot be built.
+    One with many times as many parameters as `num_tensors`, the weights in the file, is refused. Raises ConfigError.
     """
     names = (config or {}).get("architectures")
     if config is None or not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):

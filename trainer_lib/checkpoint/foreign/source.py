@@ -75,12 +75,7 @@ def _numpy_names() -> list[Any]:
 def read_torch_file(store: Store, rel: str) -> Any:
     """Read a file's value: dicts with text or number keys, lists, tuples, numbers, texts, and tensors on the CPU.
 
-    Tensors keep their saved shape and dtype; NumPy arrays become tensors.
-
-    Raises:
-        DamagedError: the file is not what `torch.save` writes, or asks for something that is not understood; the
-            message says what.
-        StorageError: the file cannot be read.
+    NumPy arrays become tensors. Raises StorageError, and DamagedError for what is not understood.
     """
     where = f"{store.url}/{rel}"
     size = store.size(rel)
@@ -179,12 +174,9 @@ class Source:
     """The content of a transformers Trainer's checkpoint.
 
     Attributes:
-        url: the folder.
         tensors: the weights: name → tensor on the CPU, in its saved shape and dtype.
         adapter: whether the weights are those of a peft adapter.
-        optimizer, scheduler, scaler: `state_dict()`s as torch makes them.
         rngs: random states by rank, as `capture_rng` returns them; empty when a rank's are missing.
-        state: trainer_state.json.
         files: the files to copy, name → bytes.
         left_out: names of the files that were not opened.
     """
@@ -209,13 +201,7 @@ class Source:
 
 
 def read_source(store: Store) -> Source:
-    """Read a ``checkpoint-N/`` of the transformers Trainer whole, before anything is written.
-
-    Raises:
-        ConfigError: the folder is something else, or incomplete; the message says what, and what to do.
-        DamagedError: a file is not what it should be; the message says which, and why.
-        StorageError: the store cannot be read.
-    """
+    """Read a ``checkpoint-N/`` of the transformers Trainer whole. Raises ConfigError, DamagedError and StorageError."""
     names = _check_kind(store)
     where = f"{store.url}/"
     state = TrainerState.from_dict(_parse_object(_read(store, "trainer_state.json"), f"{where}trainer_state.json"))
@@ -243,14 +229,11 @@ def read_source(store: Store) -> Source:
 
 
 def derive_position(state: TrainerState) -> dict[str, Any]:
-    """Derive the position in the data: whole epochs, and optimizer steps of the epoch after them.
+    """Derive the position in the data: whole epochs, and optimizer steps of the epoch after them. Raises DamagedError.
 
     The file states the global step s and the epoch E, a fraction that counts micro-batches, but not the steps per epoch
     U. With M micro-batches per epoch and A per step, U = ceil(M / A). After k steps of epoch e, s = e * U + k and
     E = e + k * A / M, which lies in [e + k / U, e + k / (U - 1)). Hence U - 1 < s / E <= U.
-
-    Raises:
-        DamagedError: step and epoch contradict each other.
     """
     step, epoch = int(state.global_step), float(state.epoch)
     # The epoch is a float that the reference computed by division: 1.9999999998 is epoch 2.
@@ -269,12 +252,7 @@ def derive_position(state: TrainerState) -> dict[str, Any]:
 def convert_optimizer(optimizer: Mapping[str, Any], names: Sequence[Sequence[str]]) -> OptimizerSnapshot:
     """Convert an optimizer's ``state_dict()`` to a snapshot by parameter name; groups without parameters are left out.
 
-    Args:
-        optimizer: a ``state_dict()``, which numbers the parameters through the groups.
-        names: the names of each group's parameters, in order.
-
-    Raises:
-        ConfigError: a value is neither a tensor nor JSON.
+    `names` of the groups' parameters are in order. Raises ConfigError for a value that is neither a tensor nor JSON.
     """
     tensors: dict[str, Tensor] = {}
 

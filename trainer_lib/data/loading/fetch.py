@@ -46,11 +46,6 @@ class Fetch(Dataset[Any]):
     The first batch is read under generators seeded per sample, which shows whether reading draws random numbers. When
     it does not, later batches are read without seeding. A later batch that draws after all is read again, seeded, and
     so are all batches after it.
-
-    Args:
-        dataset: map-style.
-        collate: list of samples -> batch.
-        seed: the seed from which, with epoch and index, the samples' seeds follow.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:

@@ -37,10 +37,7 @@ class ForeignLoader:
     """A DataLoader of the user's own, whose batches go to the ranks in turn.
 
     A loader with `state_dict` and `load_state_dict` (torchdata's StatefulDataLoader) is restored when training resumes.
-    Any other is read and discarded up to the position.
-
-    Args:
-        keeps_start: note the state that such a loader starts with, for `rewind`.
+    Any other is read and discarded up to the position. `keeps_start`: note the state that it starts with, for `rewind`.
     """
 
     def __init__(

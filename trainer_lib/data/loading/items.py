@@ -33,10 +33,9 @@ def batch_size_of(batch: Any) -> int | None:
 
 
 def count_samples(batch: Any, given: int | None = None) -> int | None:
-    """Samples in a batch of any kind; None when nothing tells.
+    """Samples in a batch: rows of its tensors ``[batch, …]``, else `given` to the collator, else its length, else None.
 
-    The rows of its tensors or arrays ``[batch, …]`` count; without any, the samples that the collator was `given`, else
-    the batch's length. Tensors inside a list of samples have other rows than the batch.
+    Tensors inside a list of samples have other rows than the batch.
     """
     if (size := _rows(batch)) is not None:
         return size

@@ -43,16 +43,7 @@ class Shares(IterableDataset[_Part]):
     """Cuts a stream into rounds of ranks x micro-batch samples and collates this rank's part of a round.
 
     The random generators are seeded by (seed, epoch, round) for every round and restored after it, so a resumed stream
-    draws the same numbers, and dropout is not affected.
-
-    Args:
-        stream: the iterable dataset.
-        collate: list of samples -> batch.
-        global_batch: samples per optimizer step over all ranks.
-        micro_batch: samples that a rank computes at once.
-        data_parallel_size, rank: the number of ranks that share the stream, and this rank among them.
-        seed: seeds the rounds.
-        dummy_batches: give a rank without samples a dummy batch instead of none.
+    draws the same numbers, and dropout is not affected. `dummy_batches`: give a rank without samples a dummy batch.
     """
 
     def __init__(

@@ -31,7 +31,6 @@ class Micro(NamedTuple):
     """A micro-batch for the model.
 
     Attributes:
-        batch: the collator's batch, a tree of tensors ``[micro-batch, …]``.
         real: False for a dummy batch: other ranks have samples in this micro-step and this one has none, so it computes
             one sample at weight zero to take part in the collectives.
         samples: what the collator was given; None when unknown.

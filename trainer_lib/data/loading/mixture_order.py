@@ -34,7 +34,6 @@ class _Segment:
     """Positions of an epoch with the same weights.
 
     Attributes:
-        start, stop: its positions [start, stop).
         weights: of the sources, whole numbers.
         base: rows of the sources that the epoch has before it.
         counts: rows of the sources in it, had it no end by other weights: such an end changes nothing before it.
@@ -82,8 +81,6 @@ class MixtureOrder:
     """The order of a mixture, with the interface of the other orders.
 
     Attributes:
-        mixture: the sources, and how they are mixed.
-        seed: of all shuffles.
         batch: samples of an optimizer step, by which steps are positions.
         drop_last: an incomplete last batch of an epoch is not trained.
         shuffled: rows of a source come in another order in every pass; else in their own.
@@ -129,11 +126,7 @@ class MixtureOrder:
         return dict([piece for piece in self._pieces if piece.step <= step][-1].weights)
 
     def change(self, step: int, weights: Mapping[str, float], *, name: str) -> dict[str, float]:
-        """Change weights from an optimizer step on, until the schedule names the sources; return all weights.
-
-        Raises:
-            ConfigError: as `merge_weights`; or no row is left to give.
-        """
+        """Change weights from an optimizer step on, until the schedule names the sources. Raises ConfigError."""
         merged = merge_weights(self.weights_at(step), weights, field="weights")
         self.use_changes([*self.changes, {"step": step, "weights": merged, "id": name}])
         return merged

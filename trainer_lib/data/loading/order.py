@@ -142,16 +142,11 @@ def _permute(values: _Words, key: _Words, bits: int) -> _Words:
 
 
 class LengthGroupedOrder:
-    """Groups samples of similar length: every stretch of random samples is sorted by length, longest first.
+    """Groups samples of similar length: every `stretch` of random samples is sorted by length, longest first.
 
     The first stretch of an epoch begins with its longest sample, so memory that does not suffice runs out early.
-
-    Args:
-        lengths: length of every sample.
-        seed: of the random order below.
-        stretch: number of samples that are sorted together.
-        shuffled_batch: samples per batch (`stretch` is a multiple); batches inside a stretch are shuffled, except the
-            first and an incomplete last one of the epoch, so that lengths do not fall steadily from step to step.
+    Batches of `shuffled_batch` samples (a divisor) are shuffled in their stretch, except the first and an incomplete
+    last one of the epoch, so that lengths do not fall steadily from step to step.
     """
 
     def __init__(self, lengths: Sequence[int], seed: int, stretch: int, *, shuffled_batch: int | None = None) -> None:
@@ -194,10 +189,7 @@ class LengthGroupedOrder:
 
 
 class SamplerOrder:
-    """The order of a user's own sampler, read once per epoch under generators seeded by (seed, epoch).
-
-    A sampler's `set_epoch` is called with the epoch.
-    """
+    """The order of a user's own sampler, read once per epoch (`set_epoch`) under generators seeded by (seed, epoch)."""
 
     def __init__(self, sampler: Iterable[Any], seed: int) -> None:
         self._sampler = sampler
@@ -256,7 +248,6 @@ class BatchPlan:
         num_samples: samples of an epoch that are trained on, without a dropped last global batch.
         global_batch: samples per step; the last step of an epoch may have fewer.
         micro_batch: samples that a rank computes at once, at most.
-        data_parallel_size, rank: the number of ranks that share the samples, and this rank among them.
     """
 
     num_samples: int
@@ -276,12 +267,9 @@ class BatchPlan:
         rank: int,
         drop_last: bool,
     ) -> BatchPlan:
-        """The plan of an epoch.
+        """The plan of an epoch. Raises DataError when it has no step.
 
         `drop_last` drops an incomplete *global* batch, so that the steps do not depend on the number of processes.
-
-        Raises:
-            DataError: the epoch has no step.
         """
         used = num_samples // global_batch * global_batch if drop_last else num_samples
         if used == 0:

@@ -30,11 +30,7 @@ _KNOWN_TO_DEEPSPEED = ("Adam", "AdamW", "DeepSpeedCPUAdam")
 def resolve_config(args: TrainingArguments) -> None:
     """Copy the arguments that the configuration decides into `args`, and check that this machine can serve it.
 
-    Forms no process group.
-
-    Raises:
-        ConfigError: a compiler, a drive or a library that the configuration needs is missing.
-        MissingExtraError: deepspeed is not installed.
+    Raises ConfigError or MissingExtraError for what it needs. Forms no process group.
     """
     plan = adopt(args)
     if importlib.util.find_spec("deepspeed") is None:
@@ -128,9 +124,8 @@ def engine_config(
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`.
 
-    Args:
-        model: gives the sizes that are "auto"; None leaves them to DeepSpeed's defaults.
-        trains: whether there is an optimizer; without one, its state cannot be offloaded.
+    `model` gives the sizes that are "auto"; None leaves them to DeepSpeed. Unless it `trains` no optimizer is
+    offloaded.
     """
     zero = {"memory_efficient_linear": False, **plan.zero}  # True replaces torch's linear in the whole process
     zero.update(_sizes(plan.automatic, model))

@@ -94,10 +94,7 @@ def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: t
 
 
 def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model on "meta": shapes without memory.
-
-    `from_pretrained` of transformers refuses torch's context for that, and gets `device_map="meta"` instead.
-    """
+    """Build the model on "meta": shapes without memory; `from_pretrained` refuses torch's context for that."""
     try:
         with torch.device("meta"):
             return make()
@@ -123,16 +120,7 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class FsdpPlugin:
-    """The settings under accelerate's names, read-only except for how checkpoints are written.
-
-    Attributes:
-        fsdp_version: 2, for `fully_shard`.
-        sharded_checkpoints: every process writes its own rows; the next save reads it.
-        reshard_after_forward: gathered parameters are released between forward and backward pass.
-        activation_checkpointing: activations are recomputed in the backward pass.
-        cpu_ram_efficient_loading: only the first process builds the model with its values.
-        ignored_modules: a regular expression for the names of modules that stay whole; None when there is none.
-    """
+    """The settings under accelerate's names, read-only except for how checkpoints are written."""
 
     fsdp_version = 2
 
@@ -160,11 +148,7 @@ class FsdpPlugin:
         return "SHARDED_STATE_DICT" if self.sharded_checkpoints else "FULL_STATE_DICT"
 
     def set_state_dict_type(self, state_dict_type: str = "FULL_STATE_DICT") -> None:
-        """Choose how checkpoints are written from now on. Call it with the same value on every process.
-
-        Raises:
-            ConfigError: the value is neither SHARDED_STATE_DICT nor FULL_STATE_DICT.
-        """
+        """Choose how checkpoints are written, SHARDED_STATE_DICT or FULL_STATE_DICT, alike on every process."""
         self.sharded_checkpoints = sharded_checkpoints("state_dict_type", state_dict_type)
 
 
@@ -350,11 +334,7 @@ class FsdpStrategy(Strategy):
 
     @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-        """Replace the whole parameters in an optimizer by the sharded ones of the same names.
-
-        Raises:
-            ConfigError: the optimizer has state of whole parameters, or holds parameters that are not the model's.
-        """
+        """Replace the whole parameters in an optimizer by the sharded ones of the same names. Raises ConfigError."""
         named = self.named_parameters(model)
         present = {id(parameter) for parameter in named.values()}
         for group in optimizer.param_groups:

@@ -16,11 +16,7 @@ _CLASSES = "fsdp_config.transformer_layer_cls_to_wrap"
 
 
 def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
-    """Return the modules in `model` that are gathered one by one, inner ones first; the rest is gathered with `model`.
-
-    Raises:
-        ConfigError: a class that the model does not have, or whose modules share a weight with another part.
-    """
+    """The modules in `model` that are gathered one by one, inner ones first; the rest is gathered with `model`."""
     if settings.wrap == "whole" or (settings.wrap == "known" and not getattr(model, "_no_split_modules", None)):
         return []
     outside = _shared_beyond(model)
@@ -102,11 +98,10 @@ def _shared_beyond(model: nn.Module) -> dict[int, str]:
 
 
 def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]:
-    """Return the parameters that stay whole on every process: of modules that match, and frozen 0-dim ones.
+    """The parameters that stay whole on every process: of modules that match, and frozen 0-dim ones.
 
-    Raises:
-        ConfigError: a pattern that matches no module, or a trained parameter among them, whose gradient would not be
-            exchanged; a trained 0-dim parameter, which has no rows.
+    Raises ConfigError for a pattern that matches no module, and for a trained one, whose gradient nothing would
+    exchange.
     """
     found: set[nn.Parameter] = {param for param in model.parameters() if param.ndim == 0 and not param.requires_grad}
     for pattern in patterns:

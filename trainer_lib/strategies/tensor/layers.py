@@ -60,11 +60,7 @@ _IGNORED = -100
 
 
 def plan_layers(model: nn.Module, given: Mapping[str, str] | None, parts: int) -> dict[str, str]:
-    """Return the style of every layer that is divided into `parts`, by the module's name.
-
-    Raises:
-        ConfigError: there is no plan; a pattern or style does not fit the model; its sizes cannot be divided.
-    """
+    """Return the style of every layer that is divided into `parts`, by the module's name. Raises ConfigError."""
     plan = given if given is not None else getattr(model, "tp_plan", None)
     if not plan:
         raise ConfigError(
@@ -351,11 +347,7 @@ class Classes(NamedTuple):
 
 
 class DividedLoss:
-    """The loss of a causal language model, over parts of the logits within a `with` of it and else as the model's own.
-
-    Attributes:
-        is_on: the output layer leaves its logits divided.
-    """
+    """The loss of a causal language model, within a `with` of it (`is_on`) over parts of the logits."""
 
     def __init__(self, model: Any, head: Any, group: Group) -> None:
         """Take the place of the model's loss function; `head` is its divided output layer."""

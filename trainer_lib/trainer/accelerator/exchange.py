@@ -39,11 +39,7 @@ def has_tensors_only(tree: Any) -> bool:
 
 
 def replace_leaves(tree: Any, function: Callable[[torch.Tensor], Any], *, field: str) -> Any:
-    """The tree with `function` of every tensor ``[...]`` in its place; lists, tuples and mappings keep their types.
-
-    Raises:
-        ConfigError: a leaf is not a tensor.
-    """
+    """The tree with `function` of every tensor ``[...]`` in its place. Raises ConfigError for other leaves."""
     try:
         return recursively_apply(function, tree, error_on_other_type=True)
     except TypeError as error:

@@ -124,11 +124,7 @@ def own_state(world: World, engine: Engine) -> Any:
 
 
 def unwrap(prepared: Any) -> Any:
-    """The original that `prepare` was called with for this loader, optimizer or schedule; anything else as it is.
-
-    Raises:
-        ConfigError: an Accelerator other than the Trainer's has divided the loader among the processes.
-    """
+    """The original of a prepared loader, optimizer or schedule; anything else as it is. Raises ConfigError."""
     if isinstance(prepared, AcceleratedOptimizer):
         return unwrap(prepared.optimizer)
     if isinstance(prepared, AcceleratedScheduler):

@@ -85,11 +85,7 @@ class SavingMethods(TrainerBase):
         self._trainflow.checkpoints.save()
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        """Load the weights of the checkpoint at a URL into `model`, the Trainer's own when not given. Collective.
-
-        Raises:
-            ConfigError: they belong to another model.
-        """
+        """Load the weights of the checkpoint at a URL into `model`, the Trainer's own when not given. Collective."""
         self._trainflow.restore.load_weights(resume_from_checkpoint, model)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -36,11 +36,7 @@ class StepMethods(TrainerBase):
         return data
 
     def _prepare_inputs(self, inputs: Any) -> Any:
-        """A batch ready for the model, on the device, with the memory of the last one (`past_index`) if there is any.
-
-        Raises:
-            DataError: the batch is empty.
-        """
+        """A batch on the device, with the memory of the last one (`past_index`). Raises DataError for an empty one."""
         internals = self._trainflow
         if isinstance(inputs, MAPPINGS) and not inputs:
             columns = internals.facts.forward.columns

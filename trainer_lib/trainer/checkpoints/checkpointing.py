@@ -49,12 +49,7 @@ IMPORT = "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint o
 
 @dataclass(frozen=True)
 class SavePlan:
-    """The steps at which a training will save.
-
-    Attributes:
-        every: optimizer steps between saves; 0 = it saves none, None = it may save any.
-        last: the last step of the training.
-    """
+    """The steps at which a training will save: `every` so many (0: none, None: any) up to `last`, the last step."""
 
     every: int | None
     last: int
@@ -83,12 +78,9 @@ class SavePlan:
 
 @dataclass(frozen=True)
 class Occupied:
-    """The checkpoints in a run's folder that are not the run's own.
+    """The checkpoints in a run's folder that are not its own: an earlier run's (folders), another program's (steps).
 
-    Attributes:
-        names: folders of an earlier run's.
-        newest: the highest step of an earlier run's; 0 without any.
-        foreign: steps of another program's.
+    `newest`: the highest step of an earlier run; 0 without any.
     """
 
     names: tuple[str, ...] = ()
@@ -110,15 +102,8 @@ def claim_output_dir(
 ) -> Occupied:
     """Prepare the folder of checkpoints for this run, and remove what interrupted saves left. Raises ConfigError.
 
-    Args:
-        root: the folder.
-        plan: what this run will save.
-        recorded: folders of an earlier run's checkpoints, as the checkpoint that this run continues names them; None
-            for a new run.
-        is_own: whether this process committed the checkpoint at a URL.
-
-    Returns:
-        What stays in the folder next to this run's checkpoints.
+    Returns what stays in it. `recorded` names the earlier run's checkpoints, as the checkpoint that this run continues
+    has them; None for a new run. `is_own`: whether this process committed the checkpoint at a URL.
     """
     foreign = _check_foreign(root, args, plan)
     if recorded is None:
@@ -177,11 +162,10 @@ _STATE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 
 
 class Checkpoints:
-    """Saves checkpoints and knows which of them are this Trainer's own.
+    """Saves checkpoints and knows which of them are this Trainer's own, and which in the folder are not (`occupied`).
 
     Attributes:
         is_adding_model: an overridden `save_model` writes into a checkpoint now.
-        occupied: the checkpoints in the folder that are not this training's.
     """
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
@@ -197,13 +181,9 @@ class Checkpoints:
         return Store.open(self._trainer._get_output_dir(self._trainer._trial), field="output_dir")
 
     def claim_folder(self, plan: SavePlan, *, resumed: Checkpoint | None) -> None:
-        """Prepare the folder of checkpoints for a training. Collective. Raises ConfigError when it cannot be used.
+        """Prepare the folder for a training that continues `resumed` (None: a new run). Collective. Raises ConfigError.
 
         An earlier run's checkpoints stay as long as any attempt of this run lasts: its own checkpoints name them.
-
-        Args:
-            plan: what the training will save.
-            resumed: the checkpoint that it continues; None for a new run.
         """
         args, world = self._trainer.args, self._internals.world
         recorded = None if resumed is None else resumed.earlier_runs
@@ -407,11 +387,7 @@ class Checkpoints:
     # -- the end of training ------------------------------------------------------------------------------------------
 
     def complete(self) -> None:
-        """Before training may end well: finish the save under way; after a failed save, save this step. Collective.
-
-        Raises:
-            StorageError: the step cannot be saved, however many failures are allowed.
-        """
+        """Finish the save under way, and save this step after a failed one. Collective. Raises StorageError."""
         run = self._training_run()
         self.finish()
         if run.save_error is not None:

@@ -44,9 +44,7 @@ if TYPE_CHECKING:
 class PresentSettings:
     """Hyperparameters of the arguments, kept while another training's optimizer and schedule are restored.
 
-    Args:
-        optimizer, schedule: as made from the arguments; None without one.
-        rate: the learning rate of the arguments.
+    `rate`: the learning rate of the arguments.
     """
 
     def __init__(self, optimizer: Optimizer | None, schedule: Any, rate: float) -> None:
@@ -60,8 +58,7 @@ class PresentSettings:
     def put_back(self, rate_then: Any) -> None:
         """Use the settings again; the learning rate is where the restored schedule is, from the rate of now.
 
-        Args:
-            rate_then: the learning rate of the other training's arguments.
+        `rate_then`: the learning rate of the other training's arguments.
         """
         groups = [] if self._optimizer is None else self._optimizer.param_groups
         for group, settings in zip(groups, self._groups, strict=True):
@@ -115,11 +112,9 @@ class Restore:
     # -- which checkpoint ---------------------------------------------------------------------------------------------
 
     def find(self, given: str | bool | None) -> str | None:
-        """The URL of the checkpoint to resume from, equal on every rank; None for a new start.
+        """The URL of the checkpoint to resume from, equal on every rank; None for a new start. Raises ConfigError.
 
-        Args:
-            given: True = the newest good checkpoint in output_dir, ConfigError if it has none; "auto" = that one, or a
-                new start; a URL = that checkpoint; None = as the arguments ask.
+        `given` is as `Trainer.train` documents it.
         """
         trainer, self._asked = self._trainer, None
         given = trainer.args.resume_from_checkpoint if given is None else given
@@ -156,12 +151,9 @@ class Restore:
         )
 
     def _newest_intact(self, leave: Collection[str] = ()) -> str | None:
-        """The newest checkpoint whose every byte is as committed; it is kept in memory until `open`. Collective.
+        """The newest checkpoint whose every byte is as committed, in memory until `open`, but for those in `leave`.
 
-        A damaged checkpoint is logged and set aside, and all ranks read the one before it.
-
-        Args:
-            leave: names of checkpoints that do not count.
+        Collective. A damaged checkpoint is logged and set aside, and all ranks read the one before it.
         """
         root, damaged, world = self._internals.checkpoints.root(), list(leave), self._internals.world
         while True:

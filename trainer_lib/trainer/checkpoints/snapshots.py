@@ -37,11 +37,7 @@ _log = logging.getLogger(__name__)
 
 
 def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
-    """`value` as JSON; its tensors, ``[...]`` of any shape, are added to `tensors` under names that start with `name`.
-
-    Raises:
-        ConfigError: it holds what is neither JSON, nor a tuple, nor a tensor.
-    """
+    """`value` as JSON; its tensors ``[...]`` go into `tensors`, under names that start with `name`."""
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
         tensors[key] = tensor.detach()
@@ -52,11 +48,7 @@ def encoded(value: Any, name: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> Any:
-    """The value that `encoded` received; its tensors ``[...]`` are on the CPU if they were, else on `device`.
-
-    Raises:
-        DamagedError: it refers to a tensor that is not there.
-    """
+    """The value that `encoded` received; its tensors ``[...]`` on the CPU if they were there, else on `device`."""
 
     def find(reference: dict[str, Any]) -> Tensor:
         tensor = tensors.get(str(reference["__tensor__"]))
@@ -80,14 +72,11 @@ class Snapshots:
     # -- a checkpoint -------------------------------------------------------------------------------------------------
 
     def take(self, run: TrainingRun, *, best_url: str | None = None) -> Snapshot:
-        """All resumable state. Collective.
+        """All resumable state. Collective. `best_url`: destination of the checkpoint, when it is the best so far.
 
         Weights (of a model with adapters: all but the frozen base), and trained ones outside of the model; optimizer,
         schedule and loss scaler; the random number generators of every rank; the position in the data and the losses
         since the last log; counters, log history, best metric and callbacks' states (trainer_state.json).
-
-        Args:
-            best_url: destination of the checkpoint, when it is the best so far.
         """
         trainer, engine, world = self._trainer, self._internals.engine, self._internals.world
         extra: dict[str, torch.Tensor] = {}
@@ -174,8 +163,7 @@ class Snapshots:
     def frozen_fingerprint(self, *, again: bool = False) -> str | None:
         """A digest of the frozen weights that checkpoints of a model with adapters leave out. Collective.
 
-        Args:
-            again: other weights may have been loaded since the last call.
+        `again`: other weights may have been loaded since the last call.
         """
         trainer, strategy = self._trainer, self._internals.engine.strategy
         # Kept, because it gathers the whole model, and the frozen base does not change between saves.

@@ -171,12 +171,9 @@ class Forward:
         return outputs
 
     def target_items(self, inputs: Any, samples: int | None = None) -> int:
-        """Target items of a batch: what its loss is a mean over. Raises DataError.
+        """Target items of a batch, whose collator was given `samples`: what its loss is a mean over. Raises DataError.
 
         Labels ``[batch, sequence]`` that are not -100, shifted by one where the model's loss shifts them; else samples.
-
-        Args:
-            samples: what the collator was given.
         """
         forward = self._internals.facts.forward
         shifts = forward.shifts_labels and not forward.has_prompt

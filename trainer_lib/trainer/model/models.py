@@ -306,11 +306,7 @@ def refuse_names(own: Mapping[str, Any], config: Any, *, field: str) -> None:
 
 
 def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | None) -> None:
-    """Switch recomputation on; with adapters, let gradients reach them through the frozen embedding.
-
-    Raises:
-        ConfigError: the model does not offer it, or does not take the settings.
-    """
+    """Switch recomputation on; with adapters, let gradients pass the frozen embedding. Raises ConfigError."""
     enable = checkpointing_switch(model)
     parameters = inspect.signature(enable).parameters
     bundle = next((name for name in parameters if name.endswith("checkpointing_kwargs")), None)
@@ -396,12 +392,7 @@ def _check_recomputation(model: nn.Module, args: TrainingArguments) -> None:
 
 
 def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
-    """The module of liger_kernel that replaces layers of a transformers model.
-
-    Raises:
-        MissingExtraError: the package is not installed.
-        ConfigError: it has no kernels for this model, or not those that `config` names.
-    """
+    """The module of liger_kernel that replaces layers of a model. Raises MissingExtraError and ConfigError."""
     inner = innermost(model)
     if not is_transformers(inner):
         raise ConfigError(
@@ -443,11 +434,7 @@ def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
 def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
     """The layer that turns tokens into vectors: the model's `get_input_embeddings()`, or its only `nn.Embedding`.
 
-    Args:
-        alpha: NEFTune's, for the error.
-
-    Raises:
-        ConfigError: neither gives a layer.
+    Raises ConfigError, with NEFTune's `alpha`, when neither gives a layer.
     """
     get = getattr(model, "get_input_embeddings", None)
     found: Any = None

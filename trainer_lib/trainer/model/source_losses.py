@@ -20,12 +20,7 @@ _TOGETHER = 1024  # tokens whose loss is computed at once: a row of scores for e
 
 
 class WithSources:
-    """A collator that adds the sources of rows to batches with labels.
-
-    Args:
-        collate: list of rows, with the name of a source in `SOURCE`, -> batch.
-        names: of the sources, by their numbers.
-    """
+    """A collator that adds the sources of rows, which `SOURCE` names and `names` numbers, to batches with labels."""
 
     def __init__(self, collate: Callable[[list[Any]], Any], names: Sequence[str]) -> None:
         self.collate = collate
@@ -51,11 +46,7 @@ def take_sources(batch: Any) -> tuple[Any, Tensor | None]:
 
 
 class SourceLosses:
-    """Losses and targets by source since the last log.
-
-    Args:
-        names: of the sources.
-    """
+    """Losses and targets by source since the last log."""
 
     def __init__(self, names: Sequence[str]) -> None:
         self.names = tuple(names)
@@ -64,13 +55,9 @@ class SourceLosses:
 
     @torch.no_grad()
     def add(self, outputs: Any, labels: Any, sources: Tensor, *, shifts: bool) -> None:
-        """Add the losses of a micro-batch; one without scores of classes is left out.
+        """Add the losses of a micro-batch, unless its outputs have no `logits` ``[…, classes]`` for the labels.
 
-        Args:
-            outputs: with `logits` ``[…, classes]``.
-            labels: int64 ``[…]``.
-            sources: numbers of sources, in the shape of the labels.
-            shifts: the model's loss compares a token with the scores of the one before.
+        Labels and numbers of sources are int64 ``[…]``; `shifts`: a token is compared with the scores before it.
         """
         logits = outputs.get("logits") if isinstance(outputs, Mapping) else None
         if not isinstance(logits, Tensor) or not isinstance(labels, Tensor) or labels.is_floating_point():
