@@ -59,9 +59,6 @@ def fill_arguments(section: Any) -> Any:
     """The section `train` with what early stopping needs: evaluations, checkpoints as often, and the best one loaded.
 
     What the section says itself stays, so a section that is filled in already comes back as it is.
-
-    Raises:
-        PydanticCustomError: `args` names another metric, or no evaluations.
     """
     if not isinstance(section, Mapping) or section.get("stop_early") is None:
         return section
@@ -126,12 +123,7 @@ Launch = Annotated[LaunchSettings, BeforeValidator(_read_launch)]
 
 @dataclass(frozen=True)
 class MaxAge:
-    """The maximal age of a stage's result.
-
-    Attributes:
-        age: the greatest age at which it is still used.
-        setting: the setting that says so, for people.
-    """
+    """The maximal age of a stage's result, and the setting that says so."""
 
     age: timedelta
     setting: str = "refresh"

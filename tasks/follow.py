@@ -161,12 +161,9 @@ def _id_of(checkpoint: str, content: str) -> str:
 
 @dataclass(frozen=True)
 class Standard:
-    """The rule that selects the best checkpoint.
+    """The rule that selects the best checkpoint, by a metric that the Trainer logs.
 
-    Attributes:
-        metric: the name that the Trainer logs.
-        is_greater_better: whether a greater value is better.
-        is_chosen: whether the spec says so (`metric_for_best_model`); else it is the loss, where there is one.
+    `is_chosen`: the spec names the metric (`metric_for_best_model`); else it is the loss, where there is one.
     """
 
     metric: str
@@ -205,20 +202,10 @@ class Standard:
 
 
 def keep_best(root: Store, standard: Standard, evaluations: Sequence[Evaluation]) -> Evaluation | None:
-    """Mark the best checkpoint that is still there, and take the marks of worse ones away.
+    """Mark the best checkpoint that is still there, and take the marks of worse ones away; None: there is none.
 
-    Several processes may do this at once. A mark is taken away only from a checkpoint that is among `evaluations`,
-    which were read before: a better one that another process has just measured and marked is not touched.
-
-    Args:
-        root: the folder of checkpoints.
-        evaluations: all that are recorded.
-
-    Returns:
-        The best; None when there is none.
-
-    Raises:
-        StorageError: the storage cannot be read or written.
+    Several processes may do this at once. A mark is taken away only from a checkpoint that is among `evaluations`, all
+    that were recorded before: a better one that another process has just measured and marked is not touched.
     """
     there = list_checkpoints(root)
     candidates = {info.name: found for info in there for found in evaluations if found.is_of(info)}
@@ -289,15 +276,9 @@ _AS_IN_TRAINING = {"bf16_full_eval": False, "fp16_full_eval": False, "report_to"
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """Settings of the evaluations.
+    """Settings of the evaluations: those of train, the launch of the processes, and seconds between looks at others.
 
-    Attributes:
-        config: the settings of train.
-        launch: how the processes are started.
-        use_cpu: evaluate on the CPU, whatever the training uses.
-        stage: the folder of the train stage.
-        data: the prepared data.
-        poll_s: seconds between two looks at what another process is evaluating.
+    `use_cpu`: evaluate on the CPU, whatever the training uses. `stage` is the folder of the train stage.
     """
 
     config: TrainConfig
@@ -320,18 +301,10 @@ class Listener:
 
 
 def check_settings(config: TrainConfig, context: StageContext) -> Standard:
-    """The rule that selects the best checkpoint, checked before there is a checkpoint.
-
-    Raises:
-        ConfigError: the settings of train name no data to evaluate on, or an optimizer whose checkpoints cannot be
-            evaluated without it.
-    """
+    """The rule that selects the best checkpoint, checked before there is a checkpoint."""
     if config.eval_split is None:
-        raise ConfigError(
-            "No split is named to evaluate the checkpoints on.",
-            field="train.eval_split",
-            remedy="Set train.eval_split=validation (a split that prepare makes), in the spec and for the training.",
-        )
+        remedy = "Set train.eval_split=validation (a split that prepare makes), in the spec and for the training."
+        raise ConfigError("No split is named to evaluate the checkpoints on.", field="train.eval_split", remedy=remedy)
     args = context.resolver.arguments(config.args, prefix="train.args")
     if str(args.optim).startswith("schedule_free"):
         raise ConfigError(
@@ -344,10 +317,7 @@ def check_settings(config: TrainConfig, context: StageContext) -> Standard:
 
 
 class Follower:
-    """Evaluates what is due.
-
-    Args:
-        points: the MLflow run; None: nothing is logged.
+    """Evaluates what is due, and logs it to the MLflow run `points`, if there is one.
 
     Attributes:
         best: the best checkpoint that is still there, as far as this process knows.
@@ -368,12 +338,7 @@ class Follower:
         self._waiting: list[CheckpointInfo] = []
 
     def begin(self) -> list[Evaluation]:
-        """Log and mark what an earlier process left out; returns what has been evaluated.
-
-        Raises:
-            DamagedError: the record of an evaluation is damaged.
-            StorageError: the storage cannot be read or written.
-        """
+        """Log and mark what an earlier process left out; returns what has been evaluated."""
         known = self._evaluations.read()
         for evaluation in known:
             self._log(evaluation)
@@ -383,11 +348,8 @@ class Follower:
     def work(self, *, wait: bool = False) -> int:
         """Evaluate what is due until nothing is left; returns how many checkpoints this process has evaluated.
 
-        Args:
-            wait: also until other processes have evaluated what they are at, or have died.
-
-        Raises:
-            TrainflowError: an evaluation failed in a way that every other one would.
+        `wait`: also until other processes have evaluated what they are at, or have died. An error would meet every
+        evaluation.
         """
         count = 0
         while due := self._due():

@@ -102,12 +102,7 @@ class RowsJob:
 
     @classmethod
     def of(cls, asked: NewRows) -> RowsJob:
-        """Look at everything that can be refused before a worker starts.
-
-        Raises:
-            ConfigError: there is no such model, its code is not trusted, there are no rows, or the folder holds other
-                things. StorageError: a store cannot be read.
-        """
+        """Look at everything that can be refused before a worker starts."""
         if asked.format not in FORMATS:
             remedy = f"Use {' or '.join(FORMATS)}."
             raise ConfigError("There is no such format.", field="--format", value=asked.format, remedy=remedy)
@@ -283,11 +278,7 @@ def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
 
 
 def _find_done(job: RowsJob) -> StageManifest[NewRowsFacts] | None:
-    """The intact predictions of this very job; a damaged commit is taken back, so that its parts are looked at.
-
-    Raises:
-        ConfigError: the folder holds the predictions of another job, or other things.
-    """
+    """The intact predictions of this very job; a damaged commit is taken back, so that its parts are looked at."""
     store = job.store
     _require_ours(job, store)
     commit = read_commit(store, kind="stage")

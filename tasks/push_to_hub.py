@@ -216,9 +216,6 @@ def judge_publication(
     """The newest publication, and whether the content's model is better; None where nothing is compared.
 
     That is where every model is published, none is published yet, or the newest publication has just this model.
-
-    Raises:
-        ConfigError: the models cannot be compared.
     """
     if config.compared_by is None:
         return None

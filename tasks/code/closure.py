@@ -88,10 +88,9 @@ class Closure:
 def closure(
     recipe: str | Path, root: str | Path | None = None, *, fallback: str | Path | None = None, field: str = "recipe"
 ) -> Closure:
-    """Walk the imports of `recipe` below `root`, and those of the file that has what `recipe` does not define.
+    """Walk the imports of `recipe` below `root`, and those of `fallback`, which has what `recipe` does not define.
 
-    Raises:
-        ConfigError: about `field`: no such Python file, or a file in the walk has a syntax error.
+    Raises ConfigError, about `field`, where one is not a Python file, or a file in the walk has a syntax error.
     """
     recipes = [Path(path).absolute() for path in (recipe, fallback) if path is not None]
     for path in recipes:
@@ -338,13 +337,10 @@ def _index(root: Path) -> dict[str, set[Path]]:
 
 
 def find_in_place(name: str) -> Path | None:
-    """The folder above a package or module that is imported from where it is edited; None for one that is not.
+    """The folder above a top-level package or module that is imported from where it is edited; None for any other.
 
     Those are packages on PYTHONPATH, and what `pip install -e` links. A worker has the variables and the environment of
     this process, but not its working directory.
-
-    Args:
-        name: a top-level name.
     """
     if name in OURS or name in sys.stdlib_module_names:
         return None
@@ -369,8 +365,7 @@ def find_in_place(name: str) -> Path | None:
 def python_files(folder: Path, *, limit: int | None = None) -> list[Path]:
     """The Python files below a folder, without installed packages, environments, storages and our own packages.
 
-    Args:
-        limit: stop after this many.
+    The search stops after `limit` files.
     """
     found: list[Path] = []
     for place, folders, files in os.walk(folder):

@@ -204,11 +204,7 @@ class Program:
         return bool(self._stems(file, target))
 
     def resolve(self, file: str, chain: Chain, aliases: Mapping[str, list[ImportTarget]] | None = None) -> Meaning:
-        """The meaning of a chain of names in a file.
-
-        Args:
-            aliases: names that imports inside of the code bind.
-        """
+        """The meaning of a chain of names in a file; `aliases` are the names that imports inside of the code bind."""
         return self._resolve(file, chain, aliases or {}, _DEPTH)
 
     def _resolve(self, file: str, chain: Chain, aliases: Mapping[str, list[ImportTarget]], depth: int) -> Meaning:

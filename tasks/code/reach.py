@@ -191,8 +191,7 @@ class _Effects:
     def _is_plain(self, file: str, node: ast.AST, *, operated: bool = False) -> bool:
         """Whether evaluating an expression changes nothing.
 
-        Args:
-            operated: the value is an operand; that of a mere definition does nothing when it is operated on.
+        `operated`: the value is an operand; that of a mere definition does nothing when it is operated on.
         """
         chain = chain_of(node) if isinstance(node, ast.Name | ast.Attribute) else None
         if chain is not None:
@@ -254,12 +253,7 @@ class Reach:
 
 
 class Code:
-    """The code of a recipe: its file, the file that it falls back to, and what they import.
-
-    Args:
-        closure: all of the files.
-        recipes: the recipe's file, then the one that has what the first does not define.
-    """
+    """The code of a recipe: `recipes` are its file and the one that has what the first does not define."""
 
     def __init__(self, closure: Closure, recipes: Sequence[Path]) -> None:
         self.closure = closure
@@ -372,9 +366,7 @@ class Code:
 def _maker_of_names(outside: Iterable[str], words: Collection[str]) -> str | None:
     """The construct by which code reaches names that it does not spell out; None: there is none.
 
-    Args:
-        outside: dotted names in installed packages and builtins.
-        words: attributes that the code reads, of whatever object.
+    `outside` are dotted names in installed packages and builtins, `words` the attributes that the code reads.
     """
     for name in sorted(outside):
         head, _, rest = name.partition(".")

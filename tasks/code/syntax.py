@@ -191,9 +191,8 @@ def chain_of(node: ast.expr) -> Chain | None:
 def module_names(node: ast.AST, hidden: frozenset[str] = frozenset(), *, in_class: bool = False) -> Iterator[Chain]:
     """The names of the module (or builtins) that code refers to. Where scopes are doubtful, a name counts.
 
-    Args:
-        hidden: names that the functions around the node hold themselves.
-        in_class: the node belongs to the body of a class, whose imports are read as its attributes.
+    `hidden` are names that the functions around the node hold themselves. `in_class`: the node belongs to the body of a
+    class, whose imports are read as its attributes.
     """
     if isinstance(node, Function | ast.Lambda | Comprehension):
         yield from _names_of_scope(node, hidden)

@@ -98,11 +98,7 @@ def _keyed_path(text: str, folder: str, context: StageContext) -> dict[str, str]
 
 
 def declared_paths(code: Code, functions: Mapping[str, int]) -> dict[str, Any]:
-    """The options that are paths by the annotations of these functions.
-
-    Args:
-        functions: function of the recipe -> position of its parameter that takes the options.
-    """
+    """The options that are paths by the annotations of these functions, which take them at the given position."""
     found: Paths = False
     for name, position in functions.items():
         for file, node in code.functions(name):
@@ -212,12 +208,7 @@ def warn_of_unread(stage: str, section: str, config: object, code: Code) -> Iter
 
 
 def unread_options(code: Code, functions: Mapping[str, int], options: Iterable[str]) -> list[tuple[str, set[str]]]:
-    """The options that none of the functions reads, each with the names that they do read.
-
-    Args:
-        functions: function of the recipe -> position of its parameter that takes the options.
-        options: names of the options in the spec.
-    """
+    """The options that none of the recipe's functions reads, each with the names that they do read."""
     names = [name for name in functions if code.defines(name)]
     reached = code.reach(names)
     if reached.everything is not None:

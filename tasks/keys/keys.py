@@ -231,9 +231,7 @@ def describe_code(
 ) -> list[Difference]:
     """The differences, those of code with a sentence: what changed itself first, then what it newly uses or left.
 
-    Args:
-        before: places of the older key, as ``key.json`` has them.
-        now: places of the newer key.
+    `before` and `now` are the places of both keys, those of the older one as ``key.json`` has them.
     """
     others: list[Difference] = []
     code: list[tuple[int, Difference]] = []
@@ -381,11 +379,7 @@ def publish_key(
     model: StageManifest,
     evaluation: StageManifest | None = None,
 ) -> StageKey:
-    """The key of push-to-hub: its settings, the code that predicts, and the contents and keys of what it publishes.
-
-    Raises:
-        ConfigError: the target's address is malformed.
-    """
+    """The key of push-to-hub: its settings, the code that predicts, and the contents and keys of what it publishes."""
     inputs = [data, model, *([] if evaluation is None else [evaluation])]
     target = parse_target(config.to, revision=config.revision) if config.to else None
     reached = reach_of_predict(code_of(config, context))
@@ -423,12 +417,9 @@ def publishes_code(config: PublishConfig, context: StageContext) -> bool:
 
 
 def settings_fields(config: KeyedSettings, *, selects: bool = False, **resolved: Any) -> dict[str, Any]:
-    """The settings of a stage that belong in its key: those that are declared to affect the result.
+    """The settings of a stage that are declared to affect the result; `resolved` values stand for those as written.
 
-    Args:
-        selects: evaluations decide which weights come out. Otherwise a setting that affects the selection counts as
-            unset.
-        resolved: by name, what counts in place of a setting as it is written (the content of a file, not its path).
+    `selects`: evaluations decide which weights come out. Otherwise what affects the selection counts as unset.
     """
     declared = {name: affects for name, affects in type(config).affects().items() if affects != "nothing"}
     values = {name: resolved.get(name, getattr(config, name)) for name in declared}

@@ -40,27 +40,13 @@ class Resolver:
         """The time by which the age of results counts, for a run that continues: when it began. None: now."""
 
     def arguments(self, args: Mapping[str, Any], *, prefix: str = "train.args") -> TrainingArguments:
-        """The training arguments with these settings; shared, so do not change them.
-
-        Args:
-            prefix: where the settings stand in the spec, for the message of an error.
-
-        Raises:
-            ConfigError: an unknown argument, or a value that it does not take.
-        """
+        """The training arguments with these settings, shared: do not change them. Errors name them under `prefix`."""
         from trainer_lib.arguments import TrainingArguments
 
         return self._once(("arguments", _text(args)), lambda: TrainingArguments.from_dict(args, prefix=prefix))
 
     def launch(self, settings: LaunchSettings, *, use_cpu: bool, section: str = "train") -> LaunchConfig:
-        """A launch with every "auto" resolved for this machine.
-
-        Args:
-            section: the part of the spec that holds the settings, which errors name.
-
-        Raises:
-            ConfigError: the launch cannot work here.
-        """
+        """A launch with every "auto" resolved for this machine. Errors name its settings as those of `section`."""
         from trainer_lib.launch import resolve_config
 
         config = settings.to_config()
@@ -78,14 +64,8 @@ class Resolver:
         """The files that a recipe consists of. One that was edited meanwhile is read again.
 
         A stage is keyed by the code that its worker is about to load: during a long training, the functions that
-        evaluate uses may be edited.
-
-        Args:
-            fallback: the file that has the functions which the first does not define; None: there is none.
-            field: the setting that names the recipe, for the message of an error.
-
-        Raises:
-            ConfigError: the recipe is not a Python file, or a file that it imports has a syntax error.
+        evaluate uses may be edited. `fallback` has the functions that the recipe does not define; errors are about
+        `field`.
         """
         fallback = None if fallback is None or Path(fallback) == Path(recipe) else fallback
         key = ("closure", str(recipe), str(fallback or ""), "" if root is None else str(root))
@@ -96,15 +76,7 @@ class Resolver:
         return self._once(key, lambda: closure(recipe, root, fallback=fallback, field=field))
 
     def code(self, recipe: str | Path, fallback: str | Path | None, root: str | Path | None) -> Code:
-        """The recipe's code, function by function; of files that were edited meanwhile, as they are now.
-
-        Args:
-            recipe: the stage's file.
-            fallback: the file that has the functions which the first does not define; None: there is none.
-
-        Raises:
-            ConfigError: a file is not Python.
-        """
+        """The code of a recipe and its fallback, function by function; of edited files, as they are now."""
         paths = list(dict.fromkeys(Path(path) for path in (recipe, fallback) if path is not None))
         files = self.closure(recipe, root, fallback=fallback)
         key = ("code", *(str(path) for path in paths), "" if root is None else str(root))
@@ -115,11 +87,7 @@ class Resolver:
         return known
 
     def sources(self, sources: Sequence[str], *, root: str | None, memory: Path | None) -> list[dict[str, str]]:
-        """A label and a digest of each declared source of the data; see `trainflow.tasks.keys.sources.fingerprints`.
-
-        Raises:
-            ConfigError: a source does not exist. StorageError: it cannot be read.
-        """
+        """A label and a digest of each declared source of the data; see `trainflow.tasks.keys.sources.fingerprints`."""
         from trainflow.tasks.keys.sources import fingerprints
 
         here = [source for source in sources if source not in self._assumed]
@@ -128,11 +96,7 @@ class Resolver:
         return [self._assumed.get(source) or found[source] for source in sources]
 
     def assume_sources(self, known: Mapping[str, dict[str, str]]) -> None:
-        """Count these sources as what they were when a run recorded them: they are not on this machine.
-
-        Args:
-            known: source as it is declared -> its label and digest.
-        """
+        """Count these sources, which are not on this machine, as a run recorded them: with their labels and digests."""
         self._assumed.update(known)
 
     @property

@@ -48,11 +48,7 @@ _TAGGED = ("s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "hf")
 
 
 def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
-    """Refuse a source of an unknown kind, and a local one that is missing. Reads no data.
-
-    Raises:
-        ConfigError: names `field` and the source.
-    """
+    """Refuse a source of an unknown kind, and a local one that is missing. Reads no data."""
     for source in sources:
         kind, rest = _kind(source, field)
         if kind == "local" and not Path(rest).exists() and not is_pattern(rest):
@@ -92,15 +88,10 @@ def fingerprints(
     memory: Path | None = None,
     field: str = "prepare.sources",
 ) -> list[dict[str, str]]:
-    """``[{"source": label, "digest": hex}]`` in the order given.
+    """``[{"source": label, "digest": hex}]`` in the order given; labels of local sources are relative to `root`.
 
-    Args:
-        root: local sources below it are labelled relative to it, others by their name.
-        memory: file that remembers local digests between runs; None: every file is read.
-
-    Raises:
-        ConfigError: as `check`, and a server that gives no ETag.
-        StorageError: a source could not be listed or read.
+    The file `memory` remembers local digests between runs; without it every file is read. Raises ConfigError as
+    `check`, and for a server that gives no ETag; StorageError where a source cannot be listed or read.
     """
     check(sources, field=field)
     known = _Memory(memory)
@@ -318,11 +309,8 @@ def _http_tag(source: str, field: str) -> str:
         ) from error
     except (OSError, ValueError) as error:
         what = describe_outage(error) or first_line(error)
-        raise StoreUnreachableError(
-            f"The server cannot be reached: {what}.",
-            field=source,
-            remedy="Check the address and the network, then run the same command again.",
-        ) from error
+        remedy = "Check the address and the network, then run the same command again."
+        raise StoreUnreachableError(f"The server cannot be reached: {what}.", field=source, remedy=remedy) from error
     if not tag:
         raise ConfigError(
             "The server gives no ETag, so a change could not be noticed.",

@@ -55,8 +55,8 @@ def code_of(config: StageSettings, context: StageContext) -> Code:
 def reach_of_train(code: Code, *, evaluations_choose: bool) -> Reach:
     """Code that train's functions reach; those that measure count only where they can change the weights.
 
-    Args:
-        evaluations_choose: a metric decides which weights come out, when training ends, or the learning rate.
+    That is where a metric decides which weights come out, when training ends, or the learning rate:
+    `evaluations_choose`.
     """
     counts = evaluations_choose or evaluations_matter_to(code)
     return code.reach((*MODEL, *METRICS) if counts else MODEL)
@@ -129,11 +129,7 @@ def _changes_others(piece: Piece) -> bool:
 
 
 def _cannot_change(piece: Piece, *, mutates: bool) -> bool:
-    """Whether a statement that both use holds nothing that measuring could change.
-
-    Args:
-        mutates: the code that measures changes containers, perhaps only its own.
-    """
+    """Whether a statement that both use holds nothing that measuring, which `mutates` containers, could change."""
     node = piece.node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         # A cache, and a default that is changed in place, live as long as the process.

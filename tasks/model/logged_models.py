@@ -102,11 +102,7 @@ def register_model(
     *,
     kept_in: str | None = None,
 ) -> None:
-    """Ask the registry for a version of the model; delivered with everything else of the run, once.
-
-    Args:
-        kept_in: URL of the run's folder, which gets what came of it.
-    """
+    """Ask the registry for a version of the model, once; the run's folder, at `kept_in`, gets what came of it."""
     if config.name is None:
         return
     record = exported.record
@@ -131,11 +127,7 @@ def _measured(evaluation: StageManifest | None) -> str:
 
 
 def read_score(evaluation: StageManifest, metric: str, greater_is_better: bool | None, *, field: str) -> Score:
-    """The model's scores in the metric of a comparison, which the setting `field` names.
-
-    Raises:
-        ConfigError: it did not measure it.
-    """
+    """The model's scores in the metric of a comparison. Raises ConfigError, about `field`, if it was not measured."""
     known: list[str] = []
     for split, values in evaluation.metrics.items():
         path = f"{RESAMPLES}/{split}.json"
@@ -152,12 +144,8 @@ def read_score(evaluation: StageManifest, metric: str, greater_is_better: bool |
                     is_greater_better=not is_less_better(name) if greater_is_better is None else greater_is_better,
                     resampled=tuple(resampled),
                 )
-    raise ConfigError(
-        "The evaluation has no such metric of compute_metrics.",
-        field=field,
-        value=metric,
-        remedy=suggestion(metric, known) if known else "Return it from compute_metrics.",
-    )
+    remedy = suggestion(metric, known) if known else "Return it from compute_metrics."
+    raise ConfigError("The evaluation has no such metric of compute_metrics.", field=field, value=metric, remedy=remedy)
 
 
 def logged_models(
@@ -210,11 +198,7 @@ def _describe(
 def describe_flavor(
     description: ModelDescription, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> Flavor:
-    """The flavor of the exported model: its class, its task, the weights, and the tokenizer that `prepare` wrote.
-
-    Raises:
-        ConfigError: the model is not one of transformers, or is an adapter. StorageError: it cannot be read.
-    """
+    """The flavor of the exported model: its class, its task, the weights, and the tokenizer that `prepare` wrote."""
     names = {entry.path for entry in description.weights}
     if "adapter_config.json" in names:
         raise _refuse("An adapter needs the weights of its base model, which are not its own.", model.url)

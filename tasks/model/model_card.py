@@ -43,15 +43,10 @@ def describe_card(
     of_model: Mapping[str, Source],
     folder: str = ".",
 ) -> Card:
-    """The content of the card.
+    """The content of the card of a model with the `inputs` prepare-data, train and perhaps evaluate.
 
-    Args:
-        name: the pipeline's name.
-        inputs: the manifests of prepare-data, train and, where there is one, evaluate.
-        trained: the description of the model with its code; None: the weights are published alone.
-        metrics: split -> name -> value.
-        files, of_model: what is published besides the card, and the files of the model among it, by path.
-        folder: where relative paths of the spec start.
+    `files` are published besides the card; those of the model among them are in `of_model`, by path. Without `trained`,
+    the weights are published alone. Relative paths of the spec start at `folder`.
     """
     data, model = inputs[0], inputs[1]
     loader = _loader(of_model)
@@ -132,11 +127,7 @@ def _licence_of_base(settings: Mapping[str, Any], folder: str) -> str | None:
 
 
 def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) -> Card:
-    """The card with the pictures of what the model gets right and wrong.
-
-    Args:
-        hardest_rows: how many of the rows that the model gets most wrong it shows, with their labels.
-    """
+    """The card with pictures of what the model gets right and wrong, and so many of its hardest rows with labels."""
     pictures = [picture for outcome in outcomes for picture in _pictures(outcome)]
     return replace(card, pictures=pictures, hardest=list(_hardest(outcomes, hardest_rows)))
 

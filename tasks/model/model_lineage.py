@@ -39,13 +39,7 @@ _PACKAGES = ("trainflow", "torch", "numpy", "safetensors", "transformers", "acce
 def digest_checkpoints(
     store: Store, names: Iterable[str], files: Collection[FileEntry]
 ) -> tuple[dict[str, str], str | None]:
-    """The content digests of a training's checkpoints, and the one with the weights of the model.
-
-    Args:
-        store: the stage's folder.
-        names: of the checkpoints.
-        files: of the stage, the model's below ``model/``.
-    """
+    """The content digests of a training's checkpoints by name, and the one with the weights of the model."""
     weights = {(entry.path.removeprefix(MODEL), entry.sha256) for entry in files if entry.path.endswith(".safetensors")}
     digests: dict[str, str] = {}
     exported: str | None = None
@@ -70,15 +64,10 @@ def describe_lineage(
     mlflow: tuple[str | None, str | None] | None = None,
     files: Iterable[FileEntry] = (),
 ) -> Lineage:
-    """The origins of a model.
+    """The origins of a model, from the manifests of the stages in the order in which they ran.
 
-    Args:
-        name: the pipeline's name.
-        manifests: of the stages, in the order in which they ran.
-        code_digest: of the code that predicts.
-        run: the run on the storage.
-        mlflow: the run's tracked run and its id; None: those of the training.
-        files: of the folder that the lineage is for.
+    `code_digest` is of the code that predicts, `run` is on the storage, and `mlflow` is the run's tracked run and its
+    id, by default those of the training. `files` are those of the folder that the lineage is for.
     """
     keys = {manifest.stage: key_fields(manifest) for manifest in manifests}
     model = next((manifest for manifest in manifests if isinstance(manifest.facts, TrainFacts)), None)

@@ -23,13 +23,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcomes of one split.
-
-    Attributes:
-        split: its name.
-        found: as `trainer_lib.evaluation.outcomes` gives them.
-        classes: names of the classes; empty for numbers.
-    """
+    """The outcomes of one split, as `trainer_lib.evaluation.outcomes` gives them; no `classes`: of numbers."""
 
     split: str
     found: Mapping[str, Any]
@@ -152,11 +146,7 @@ class Outcome:
 
 
 def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterator[Outcome]:
-    """The outcomes of each split that the evaluation has kept some of; one that cannot be read is passed over.
-
-    Args:
-        info: what the recipe noted about the data; names of the classes are in `classes`.
-    """
+    """The outcomes of splits that the evaluation has kept some of; one that cannot be read is passed over."""
     for entry in evaluation.files:
         if not entry.path.startswith(f"{OUTCOMES}/"):
             continue

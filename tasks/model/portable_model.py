@@ -50,11 +50,7 @@ def describe_model(
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
 ) -> TrainedModel:
-    """The description of a trained model.
-
-    Args:
-        config: names the recipe, the options and the arguments that predict.
-    """
+    """The description of a trained model; `config` names the recipe, the options and the arguments that predict."""
     recipe = Path(config.recipe or context.recipe).absolute()
     fallback = Path(context.recipe).absolute() if config.recipe and config.recipe != context.recipe else None
     closure = context.resolver.closure(recipe, context.root, fallback=fallback)
@@ -140,13 +136,7 @@ def write_description(
 ) -> TrainedModel:
     """Write the description into a run's folder, ``<storage>/runs/<run>``, whose `source` holds the recipe's files.
 
-    The other files stay where the stages wrote them.
-
-    Returns:
-        The description, as a publication would have it.
-
-    Raises:
-        StorageError: it cannot be written.
+    The other files stay where the stages wrote them. Returns the description as a publication would have it.
     """
     root = Store.open(context.storage).url.rstrip("/")
 
@@ -183,12 +173,8 @@ def require_adapters(config: PublishConfig, model: StageManifest[TrainFacts]) ->
     """Raise ConfigError where the spec merges adapters and the trained model has none."""
     if not config.merge_adapters or f"{MODEL}{ADAPTER_CONFIG}" in {entry.path for entry in model.files}:
         return
-    raise ConfigError(
-        "The trained model has no adapters.",
-        field="publish.merge_adapters",
-        value="true",
-        remedy="Remove it: all weights of the model are published. Or train adapters: train.model.adapter.",
-    )
+    remedy = "Remove it: all weights of the model are published. Or train adapters: train.model.adapter."
+    raise ConfigError("The trained model has no adapters.", field="publish.merge_adapters", value="true", remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -202,9 +188,6 @@ def published_model(
     """The files of the model by their path in a publication, and how merged weights agree with the adapters.
 
     Merged weights exist inside the block.
-
-    Raises:
-        TrainflowError: the typed failure of the worker that merges.
     """
     trained = {
         entry.path.removeprefix(MODEL): Source(model.store(), entry)

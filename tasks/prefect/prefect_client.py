@@ -36,11 +36,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def quick_client(limit_s: float = LIMIT_S) -> Iterator[SyncPrefectClient]:
-    """Open a client whose requests end within `limit_s` seconds and are not repeated; a failed one raises.
-
-    Raises:
-        httpx.HTTPError: the server did not answer in time, or refused the request.
-    """
+    """Open a client whose requests end within `limit_s` seconds and are not repeated; failed ones raise HTTPError."""
     from prefect.client.orchestration import get_client
 
     chosen = {"timeout": limit_s, "verify": _tls_context()}
@@ -74,12 +70,7 @@ def wait_for_drawings() -> None:
 
 
 class RunLink:
-    """Reports one stage's progress to Prefect, and asks whether its flow run was cancelled there.
-
-    Args:
-        stage: names the progress artifact.
-        flow_run_id, task_run_id: the Prefect runs (UUIDs).
-    """
+    """Reports one stage's progress to Prefect, and asks whether its flow run was cancelled there."""
 
     def __init__(self, stage: str, flow_run_id: Any, task_run_id: Any) -> None:
         self._stage = stage

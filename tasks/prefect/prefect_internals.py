@@ -29,9 +29,6 @@ def settings_for_every_thread(updates: Mapping[Any, Any]) -> Iterator[None]:
     """Change Prefect's settings inside the block, also for threads whose context was copied before it.
 
     Prefect's own `temporary_settings` reaches only the current context; its background threads keep the old settings.
-
-    Args:
-        updates: setting (`prefect.settings.PREFECT_API_URL`) to value.
     """
     import prefect.context
     from prefect.settings import temporary_settings
@@ -118,10 +115,8 @@ def patient_events(attempts: int) -> Iterator[None]:
 def send_queued(timeout_s: float) -> None:
     """Send the events and log records that Prefect still holds in memory; drop those that it cannot send in time.
 
-    Task states travel as events, so an event that is not sent is a task that the server never sees.
-
-    Args:
-        timeout_s: seconds to wait for the server to confirm the events, and then for both queues.
+    Task states travel as events, so an event that is not sent is a task that the server never sees. The server has
+    `timeout_s` to confirm the events, and then again for both queues.
     """
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker

@@ -41,10 +41,7 @@ END_S = 30.0
     retries=0,  # what is lost is the other workers', and after them the stage's
 )
 def work_elsewhere(number: int, text: str) -> State[Any]:
-    """Launch one worker on this machine; the answer, or the failure, is JSON text in the state.
-
-    `number` is the name of the task's run.
-    """
+    """Launch the worker of that number on this machine; the answer, or the failure, is JSON text in the state."""
     from prefect.states import Completed
 
     answer = launch_reported(text)
@@ -53,11 +50,7 @@ def work_elsewhere(number: int, text: str) -> State[Any]:
 
 
 def open_cluster(runner: RunnerSettings, *, section: str) -> AbstractContextManager[Cluster]:
-    """Connect to the cluster, or start one on this machine, which ends with the block. Imports its package.
-
-    Raises:
-        ConfigError: there is no cluster at the address, or its machines cannot do the work.
-    """
+    """Connect to the cluster, or start one on this machine, which ends with the block. Imports its package."""
     if runner.kind == "dask":
         from trainflow.tasks.runners import dask_tasks
 
@@ -76,11 +69,7 @@ def launch_mapped(
     on_event: Callable[[dict[str, Any]], None],
     should_cancel: Callable[[], bool],
 ) -> None:
-    """Carry a request out in workers of a cluster that share its parts: one that is lost ends no other.
-
-    Raises:
-        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
-    """
+    """Carry a request out in workers of a cluster that share its parts: one that is lost ends no other."""
     config = replace(launch.to_config(), kind="process", processes=1, threads=launch.threads or 1)
     with Owner(Store.open(request.output)) as owner, open_cluster(runner, section=request.verb) as cluster:
         texts = [owner.job(request, config, number) for number in range(runner.workers)]

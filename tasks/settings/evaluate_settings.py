@@ -71,11 +71,7 @@ def read_requirement(value: Any) -> str:
 
 
 def read_metric(value: Any) -> str | dict[str, Any]:
-    """A metric of a spec: its name, or a mapping with its name and what it is called with.
-
-    Raises:
-        PydanticCustomError: it is not a metric; the error has the nearest name.
-    """
+    """A metric of a spec: its name, or a mapping with its name and what it is called with."""
     try:
         MetricCall.of(value)
     except ConfigError as error:
@@ -123,11 +119,7 @@ BenchmarkList = Annotated[list[Annotated[BenchmarkSettings, BeforeValidator(_rea
 
 
 def list_tasks(benchmarks: Sequence[BenchmarkSettings], folder: str) -> list[str]:
-    """The names that metrics of the benchmarks begin with: those of files, and of tasks or groups by name.
-
-    Raises:
-        ConfigError: a file cannot be used.
-    """
+    """The names that metrics of the benchmarks begin with: those of files, and of tasks or groups by name."""
     tasks = [benchmark.task for benchmark in benchmarks]
     files = [file for task in tasks if is_task_file(task) for file in read_task_files(task, folder)]
     return [*(task for task in tasks if not is_task_file(task)), *(file.name for file in files)]
@@ -136,15 +128,7 @@ def list_tasks(benchmarks: Sequence[BenchmarkSettings], folder: str) -> list[str
 def check_benchmarks(
     benchmarks: Sequence[BenchmarkSettings], tasks: Sequence[str], *, splits: Sequence[str], recipe: str
 ) -> None:
-    """Refuse benchmarks that could not be measured after the training, as far as the spec shows.
-
-    Args:
-        tasks: those that they have, as `list_tasks` names them.
-        recipe: the recipe by name, or its file.
-
-    Raises:
-        ConfigError: lm-eval is missing, two tasks have one name, or the recipe trains another kind of model.
-    """
+    """Refuse benchmarks, with `tasks` as `list_tasks` names them, that could not be measured after the training."""
     if not benchmarks:
         return
     if recipe in ABOUT and recipe not in _RECIPES:

@@ -47,15 +47,7 @@ class RunnerSettings(Settings):
 
 
 def check_runner(runner: RunnerSettings, launch: LaunchSettings, *, section: str, is_sharded: bool) -> None:
-    """Check what can be checked without a cluster.
-
-    Args:
-        launch: how each worker is started.
-        is_sharded: the recipe prepares source by source.
-
-    Raises:
-        ConfigError: the package is not installed, the address is invalid, or the launch has settings of its own.
-    """
+    """Check what can be checked without a cluster; `launch` starts each worker."""
     for package in (runner.kind, f"prefect_{runner.kind}"):
         if importlib.util.find_spec(package) is None:  # finds it without importing it
             raise MissingExtraError(

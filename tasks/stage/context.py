@@ -71,11 +71,7 @@ _MEASURES = (*METRICS, "Trainer", "callbacks")
 
 
 def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: StageContext) -> tuple[MetricCall, ...]:
-    """Those of `evaluate.metrics` that `metric_for_best_model` names; none where it names another one, or none.
-
-    Raises:
-        ConfigError: no evaluation could give the metric that it names, or its direction is the wrong one.
-    """
+    """Those of `evaluate.metrics` that `metric_for_best_model` names; none where it names another one, or none."""
     named = train.args.get("metric_for_best_model")
     if not isinstance(named, str):
         return ()

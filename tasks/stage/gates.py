@@ -75,14 +75,7 @@ class GateVerdict:
         return [asdict(check) for check in self.checks]
 
     def enforce(self, what: str) -> None:
-        """Let a model through.
-
-        Args:
-            what: what the gate holds back, as a participle: "published".
-
-        Raises:
-            GateError: a requirement is not met.
-        """
+        """Let a model through; `what` is a participle, "published". Raises GateError if a requirement is not met."""
         if self.passed:
             return
         first, *others = self.failed
@@ -97,11 +90,7 @@ class GateVerdict:
 
 
 def judge(config: EvaluateConfig, evaluation: StageManifest | None) -> GateVerdict:
-    """Compare a committed evaluation with what the spec requires.
-
-    Args:
-        evaluation: the manifest of evaluate; None when the model was not evaluated, which fails every requirement.
-    """
+    """Compare a committed evaluation with what the spec requires; without one, every requirement fails."""
     metrics = None if evaluation is None else _numbers(evaluation.metrics)
     return GateVerdict(tuple(_check(metric, text, metrics) for metric, text in config.require.items()))
 

@@ -193,10 +193,8 @@ def stage_folder(storage: Store, stage: str, key: str) -> Store:
 def look_up(storage: str, key: StageKey) -> tuple[StageManifest | None, str | None]:
     """``(manifest, None)`` of an intact result, ``(None, problem)`` of a damaged one, ``(None, None)`` if none.
 
-    The result of another stage or key in this folder, moved or restored there by hand, is a damaged one.
-
-    Raises:
-        NewerVersionError: a newer trainflow committed the folder.
+    The result of another stage or key in this folder, moved or restored there by hand, is a damaged one. Raises
+    NewerVersionError for what a newer trainflow committed.
     """
     return look_up_under(storage, key.stage, key.digest)
 
@@ -294,14 +292,10 @@ def explain_miss(storage: str, key: StageKey) -> Miss:
 
 
 def explain_certain_miss(storage: str, key: StageKey, unknown: Collection[str]) -> Miss | None:
-    """Why nothing can be committed under `key`, whatever `unknown` fields of it turn out to be.
+    """Why nothing can be committed under `key`, whatever the fields named `unknown` turn out to be.
 
-    Args:
-        key: a key with anything in those fields.
-        unknown: dotted names of the fields that depend on stages which run first.
-
-    Returns:
-        None when an earlier run differs in those fields alone: its result may be the right one.
+    Those depend on stages which run first. None when an earlier run differs in them alone: its result may be the right
+    one.
     """
     return _explain_nearest(Store.open(storage).child(STAGES, key.stage), key, unknown)
 

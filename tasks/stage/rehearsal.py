@@ -51,11 +51,7 @@ def announce_probe(config: TrainConfig, context: StageContext) -> None:
 
 
 def estimate_training(config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts]) -> Estimate:
-    """Build the model without values in one worker, and run a step on fake tensors.
-
-    Raises:
-        TrainflowError: the recipe cannot build its model or make a batch.
-    """
+    """Build the model without values in one worker, and run a step on fake tensors."""
     args = context.resolver.arguments(config.args, prefix="train.args")
     own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
     request = EstimateRequest(
@@ -91,12 +87,7 @@ def rehearse_evaluation(
 ) -> None:
     """Have one worker try what evaluate is asked to measure, on a few rows and the model as it begins.
 
-    Args:
-        named: setting -> the metric that it needs.
-        on_event: takes a warning where it could not be tried.
-
-    Raises:
-        ConfigError: it could not be measured after the training either.
+    `named` has settings and the metrics that they need. `on_event` takes a warning where it could not be tried.
     """
     args = context.resolver.arguments(config.args, prefix="evaluate.args")
     own = context.resolver.launch(config.launch or train.launch, use_cpu=args.use_cpu)
@@ -145,11 +136,7 @@ def _alone(own: LaunchConfig) -> LaunchConfig:
 def probe_training(
     config: TrainConfig, context: StageContext, data: StageManifest[PrepareFacts], *, on_line: Callable[[str], None]
 ) -> Probe:
-    """Train a few steps as the spec says, evaluate some rows and save once, in a folder that is removed.
-
-    Raises:
-        TrainflowError: the training failed.
-    """
+    """Train a few steps as the spec says, evaluate some rows and save once, in a folder that is removed."""
     args = context.resolver.arguments(config.args, prefix="train.args")
     own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
     changed: dict[str, Any] = dict(_ONLY_PROBED)

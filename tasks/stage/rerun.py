@@ -45,9 +45,6 @@ def current_key(key: StageKey, context: StageContext) -> StageKey:
     """The key of the stage's newest result, or of the next one if that is too old. Reads the storage, writes nothing.
 
     A run decides this once: a result that becomes too old during the run stays in use.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     limit = context.refresh.get(key.stage)
     if limit is None:

@@ -71,13 +71,7 @@ class Decision:
 
 @dataclass(frozen=True)
 class Past:
-    """The failures of a stage under one budget of retries.
-
-    Attributes:
-        used: failures that count against `retries`.
-        outages: failures because a store was out of reach.
-        hung_at: the step of each hang; None for one before any step was reported.
-    """
+    """The failures of a stage under one budget of retries: those that count, outages of a store, and steps of hangs."""
 
     used: int = 0
     outages: int = 0
@@ -89,13 +83,7 @@ class Past:
 
 
 def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -> Decision:
-    """The policy.
-
-    Args:
-        retries: failures that the stage's settings allow to be retried.
-        past: failures of this run of the stage before this one.
-        can_halve: whether the micro-batch can be halved once more.
-    """
+    """The policy: `retries` are allowed, `past` is before this failure, and the micro-batch can perhaps be halved."""
     if isinstance(error, PreemptedByNotice):
         return Decision(False, "this machine is about to be taken away: the same command continues")
     if not isinstance(error, TrainflowError) or not error.retryable:
@@ -119,12 +107,7 @@ def decide(error: BaseException, *, retries: int, past: Past, can_halve: bool) -
 
 
 def advise_on_memory(error: BaseException, *, can_halve: bool, halves: bool) -> None:
-    """Replace the advice to lower the batch where that is done already, or where there is no batch.
-
-    Args:
-        can_halve: whether the batch can be halved once more, which the next attempt does.
-        halves: whether the stage has a batch that can be halved at all.
-    """
+    """Replace the advice to lower the batch where that is done already, or where no batch `halves`."""
     if not isinstance(error, OutOfMemoryError) or (can_halve and not _had_one_sample(error)):
         return
     error.remedy = (
@@ -144,10 +127,8 @@ def _had_one_sample(error: OutOfMemoryError) -> bool:
 class Ledger:
     """The attempts of one stage: ``attempts/NNNN.json`` when one begins, ``NNNN.end.json`` when it ends. Append-only.
 
-    An attempt without an end died silently.
-
-    Attributes:
-        unreadable: names of the records that were read so far and are not what `begin` and `end` write.
+    An attempt without an end died silently. `unreadable` names records, read so far, that are not `begin`'s and
+    `end`'s.
     """
 
     def __init__(self, store: Store) -> None:
@@ -193,8 +174,7 @@ class Ledger:
     def past(self, before: int | None = None) -> Past:
         """The failures under the present budget of retries; running the command again gives a new one.
 
-        Args:
-            before: the number of the attempt that is failing now, which does not count; None: every attempt counts.
+        The attempt of the number `before` does not count.
         """
         free = (Preempted.__name__, OutOfMemoryError.__name__, StoreUnreachableError.__name__)
         ends = [
@@ -255,9 +235,7 @@ def halve_training_batch(
 ) -> dict[str, Any]:
     """Training arguments with the micro-batch halved that often, and the same global batch.
 
-    Args:
-        world_size: processes of the run.
-        varies: there may be fewer of them at times; the global batch is then fixed also without a halving.
+    `varies`: there may be fewer processes at times; the global batch is then fixed also without a halving.
     """
     from trainer_lib.arguments import TrainingArguments, total_batch_size
     from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
@@ -278,11 +256,7 @@ def halve_training_batch(
 
 
 def halve_evaluation_batch(args: Mapping[str, Any], halvings: int, *, shared_by: int = 1) -> dict[str, Any]:
-    """Evaluation arguments with the batch of each process halved that often.
-
-    Args:
-        shared_by: processes that share one batch, as `count_sharers` counts them.
-    """
+    """Evaluation arguments with the batch halved that often for each of the processes that it is `shared_by`."""
     from trainer_lib.arguments import TrainingArguments
 
     if halvings == 0:
@@ -296,8 +270,7 @@ def halve_evaluation_batch(args: Mapping[str, Any], halvings: int, *, shared_by:
 def count_sharers(parsed: TrainingArguments, world_size: Callable[[], int]) -> int:
     """Processes that share one batch of these arguments: all of them with `split_batches`, otherwise one.
 
-    Args:
-        world_size: called only if it counts, because it looks at this machine's devices.
+    Only then `world_size` is called, which looks at this machine's devices.
     """
     from trainer_lib.arguments.configs.accelerator_config import BatchSettings
 

@@ -21,11 +21,7 @@ _ARTIFACT_BYTES = 64 << 20
 
 
 def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:
-    """Log what every stage has: its key as a tag, and its metrics in groups.
-
-    Args:
-        step: the optimizer step that the metrics belong to.
-    """
+    """Log what every stage has: its key as a tag, and its metrics in groups, at an optimizer step."""
     tags = {f"trainflow.{manifest.stage}": manifest.key[:16]}
     if manifest.batch_halvings:
         halved = f"memory ran out: batch halved {manifest.batch_halvings} times"

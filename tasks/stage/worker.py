@@ -65,11 +65,7 @@ def launch_request(request: Request[R], settings: LaunchSettings, context: Stage
 def launch_shared(
     request: Request[R], settings: LaunchSettings, context: StageContext, attempt: StageAttempt
 ) -> tuple[R, ...]:
-    """Carry a request out in workers that share its parts, and return their answers: one that is lost ends no other.
-
-    Raises:
-        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
-    """
+    """Carry a request out in workers that share its parts, and return their answers: one that is lost ends no other."""
     use_cpu = request.use_cpu or not request.uses_devices
     config = apart(context.resolver.launch(settings, use_cpu=use_cpu), on_devices=not use_cpu)
     with in_words_of_spec(request.verb):
@@ -79,11 +75,7 @@ def launch_shared(
 def launch_on_cluster(
     request: Request[R], runner: RunnerSettings, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
 ) -> None:
-    """Carry a request out in workers of a cluster that share its parts; each is started as the settings say.
-
-    Raises:
-        TrainflowError: as `launch_shared`.
-    """
+    """Carry a request out in workers of a cluster that share its parts; each is started as the settings say."""
     from trainflow.tasks.runners.mapped_launch import launch_mapped  # Prefect, which planning does without
 
     with in_words_of_spec(request.verb):
@@ -131,12 +123,7 @@ def run_inference(
 ) -> StageManifest:
     """Run a stage that applies a model, unless its result is committed already.
 
-    Args:
-        request: makes the verb's request of the fields that both verbs have.
-        carry_out: has workers do it, and makes the stage's output of their answer.
-
-    Raises:
-        ConfigError: `data` or `model` is the manifest of another stage.
+    `request` makes the verb's request of the fields that both verbs have; `carry_out` has workers do it.
     """
     # A manifest from a file has the facts of its stage; mypy learns which ones here.
     data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)

@@ -78,11 +78,7 @@ _log = logging.getLogger(__name__)
 
 
 class TrackedRun:
-    """The MLflow run of a flow, as the flow's process writes it. No method waits for the server.
-
-    Attributes:
-        handle: the run, for the stages' workers.
-    """
+    """The MLflow run of a flow, as the flow's process writes it. No method waits for the server."""
 
     def __init__(self, handle: RunHandle, session: Session, background: Background) -> None:
         self.handle = handle
@@ -99,11 +95,9 @@ class TrackedRun:
     def log_metrics(
         self, metrics: Mapping[str, float], step: int, *, time_ms: int | None = None, once: bool = True
     ) -> None:
-        """Log values at an optimizer step.
+        """Log values at an optimizer step, measured now unless `time_ms` (since 1970) says when.
 
-        Args:
-            time_ms: when they were measured, in milliseconds since 1970; None: now.
-            once: values that the run already has at that step are not written twice, for a request to the server.
+        `once`: values that the run already has at that step are not written twice, for a request to the server.
         """
         if metrics:
             values = {clean_key(key): float(value) for key, value in metrics.items()}
@@ -183,10 +177,7 @@ class TrackedRun:
 class Background:
     """The thread that delivers a spool while the flow's process works; it starts when it is made.
 
-    Args:
-        root: the spool.
-        tracking_uri: the server of this process.
-        leaves_local: whether a database on this machine is left to another process, which delivers this spool, too.
+    `leaves_local`: a database on this machine is left to another process, which delivers this spool, too.
     """
 
     def __init__(self, root: Path, tracking_uri: str, *, leaves_local: bool = False) -> None:

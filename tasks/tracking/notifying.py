@@ -63,11 +63,7 @@ class NotifySettings(Settings):
     )
 
     def check(self) -> None:
-        """Refuse variables that are not set, or hold no address that Apprise knows; nothing is sent.
-
-        Raises:
-            ConfigError: a message could not reach the place.
-        """
+        """Refuse variables that are not set, or hold no address that Apprise knows; nothing is sent."""
         for place in self.to:
             if place.startswith(BLOCK):  # looked at only when a message is sent
                 continue

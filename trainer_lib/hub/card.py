@@ -164,11 +164,7 @@ def render_card(card: Card) -> str:
 
 
 def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Metrics for a card: names lose the prefix of their split and `eval_`; timings and values that are not numbers go.
-
-    Args:
-        metrics: split -> name -> value.
-    """
+    """Metrics by split: names lose the prefixes of split and `eval_`; timings and values that are not numbers go."""
     tidy: dict[str, dict[str, float]] = {}
     for split, values in metrics.items():
         if not isinstance(values, Mapping):

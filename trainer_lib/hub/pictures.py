@@ -116,11 +116,7 @@ def draw_residuals(measured: Sequence[float], predicted: Sequence[float], title:
 
 
 def draw_reliability(bins: Sequence[Sequence[float]], title: str) -> str:
-    """A reliability diagram: accuracy over confidence; a calibrated model is on the diagonal.
-
-    Args:
-        bins: their (mean confidence, accuracy, rows); larger points have more rows.
-    """
+    """A reliability diagram of bins (mean confidence, accuracy, rows); a calibrated model is on the diagonal."""
     plane = _Plane((0.0, 1.0), (0.0, 1.0), ("confidence", "accuracy"))
     points = [(sure, right) for sure, right, _ in bins]
     most = max(rows for *_, rows in bins)

@@ -78,11 +78,7 @@ class CardDetails:
 
 
 class PushQueue:
-    """A queue of pushes. Its threads are daemons: a push under way does not keep the process alive.
-
-    Attributes:
-        newest: the push that was queued last; None before the first.
-    """
+    """A queue of pushes. Its threads are daemons: a push under way does not keep the process alive."""
 
     def __init__(self) -> None:
         self.newest: Future[str] | None = None
@@ -130,11 +126,7 @@ class PushQueue:
 
 @dataclass(frozen=True)
 class CheckpointPush:
-    """A committed checkpoint, ready to be pushed.
-
-    Attributes:
-        in_blocks: whether `content` lacks the weights, because the checkpoint has them in blocks.
-    """
+    """A committed checkpoint, ready to be pushed; `in_blocks`: it has its weights in blocks, and `content` has none."""
 
     store: Store
     name: str
@@ -144,12 +136,7 @@ class CheckpointPush:
 
 
 class Publisher:
-    """Owns a Trainer's pushes: the queue, the checkpoints that are being read, and the base model's licence.
-
-    Args:
-        trainer: its methods export the model and write the card.
-        comm: returns the ranks that train together.
-    """
+    """Owns a Trainer's pushes: the queue, the checkpoints that are being read, and the base model's licence."""
 
     def __init__(self, trainer: Trainer, *, comm: Callable[[], Communicator]) -> None:
         self._trainer = trainer
@@ -345,12 +332,8 @@ class Publisher:
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not self._trainer.is_world_process_zero():
             return None
         if step is None:
-            raise ConfigError(
-                "The folder's name is not a checkpoint's.",
-                field="checkpoint",
-                value=url,
-                remedy="Name it checkpoint-<step>.",
-            )
+            remedy = "Name it checkpoint-<step>."
+            raise ConfigError("The folder's name is not a checkpoint's.", field="checkpoint", value=url, remedy=remedy)
         # Queued pushes would pile up on a slow connection, with outdated checkpoints.
         if self.queue.is_busy and not args.hub_always_push:
             _log.info("The previous push is not finished: the checkpoint of step %d is not pushed.", step)

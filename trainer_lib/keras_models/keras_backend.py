@@ -304,12 +304,8 @@ class Batch(dict[str, Any]):
 class PairCollator:
     """Makes a `Batch` of a list of samples, or of a batch in any form that data comes in.
 
-    Args:
-        collate: the user's collator, whose result may have any form that `to_batch` takes; None for stacking.
-        label_names: columns of labels in samples that are mappings.
-
-    Attributes:
-        one_input: the model takes one tensor, so that the only column of a mapping is the features.
+    A user's `collate` may return any form that `to_batch` takes; None stacks. `label_names` are columns of samples that
+    are mappings. `one_input`: the model takes one tensor, so that the only column of a mapping is the features.
     """
 
     def __init__(self, collate: Callable[[list[Any]], Any] | None, label_names: Sequence[str]) -> None:
@@ -328,11 +324,7 @@ class PairCollator:
         return self.to_batch(_stack([sample if isinstance(sample, tuple) else (sample,) for sample in samples]))
 
     def to_batch(self, value: Any) -> Batch:
-        """A `Batch` of one; of a pair (features, labels); of a mapping with labels under their names; of features.
-
-        Raises:
-            DataError: it has more than two parts.
-        """
+        """A `Batch` of one; of a pair (features, labels); of a mapping with labels under their names; of features."""
         if isinstance(value, Batch):
             return value
         if isinstance(value, Mapping):
@@ -368,11 +360,8 @@ def _stack(parts: list[Any]) -> Any:
 def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
     """A data set as the loaders take it: map-style data as it is, anything else as a stream of samples.
 
-    Args:
-        shuffle_seed: shuffle a `tf.data.Dataset`, which has no random access, by this seed and the epoch.
-
-    Raises:
-        DataError: it is a pair of arrays, which would count as two samples, or its items are batches.
+    A `tf.data.Dataset` has no random access: it is shuffled by `shuffle_seed` and the epoch. Raises DataError for a
+    pair of arrays, which would count as two samples, and for items that are batches.
     """
     if isinstance(dataset, tuple) and len(dataset) == 2 and all(hasattr(part, "shape") for part in dataset):
         raise _refusal("The data is a pair of arrays, and not a set of pairs.", "Give list(zip(features, labels)).")
@@ -394,11 +383,8 @@ def _is_tensorflow(dataset: Any) -> bool:
 class Stream(IterableDataset[Any]):
     """The items of an iterable, or of a `tf.data.Dataset` as arrays: samples, or batches of the user's own loader.
 
-    Args:
-        items: the iterable.
-        seed: shuffle a `tf.data.Dataset` by this seed and the epoch; None: do not.
-        steps: how many items to read at most: a `tf.data.Dataset` may repeat itself forever.
-        convert: what to make of an item.
+    A `tf.data.Dataset` is shuffled by `seed` and the epoch. At most `steps` items are read: it may repeat itself
+    forever.
     """
 
     def __init__(

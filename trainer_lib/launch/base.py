@@ -71,18 +71,11 @@ def held_devices(
     on_event: Callable[[dict[str, Any]], None],
     should_cancel: Callable[[], bool],
 ) -> Iterator[tuple[int, ...]]:
-    """Wait until the devices of a launch are free for it, and hold them inside the block.
+    """Wait until the devices of a launch are free for it, and hold them inside the block; others see `what` it does.
 
-    Args:
-        config: resolved; its `per_device` says how many launches may use a device at a time.
-        on_devices: the work uses accelerators where there are some.
-        what: what the launch does; those that wait for it are shown this.
-
-    Yields:
-        Open files that the processes of the launch have to inherit: the devices are held until the last one has ended.
-
-    Raises:
-        ConfigError: the limit was given, and cannot be kept. Interrupted: `should_cancel` was true.
+    Yields open files that the processes of the launch have to inherit: the devices are held until the last one has
+    ended. Raises ConfigError where a limit was given and cannot be kept, and Interrupted where `should_cancel` was
+    true.
     """
     variables = {**os.environ, **config.env, **selection_variables(config.devices, config.device_order)}
     # The queue of an engine decides on its machines.
@@ -155,12 +148,8 @@ def _refuse(asked: int | str | None, error: OSError, on_event: Callable[[dict[st
     reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
     message = f"It cannot be seen which launches use this machine's devices: {reason}."
     if asked is not None:
-        raise ConfigError(
-            message,
-            field="train.launch.per_device",
-            value=asked,
-            remedy="Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out.",
-        ) from error
+        remedy = "Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out."
+        raise ConfigError(message, field="train.launch.per_device", value=asked, remedy=remedy) from error
     on_event({"event": "warning", "message": f"{message} This one starts next to them."})
 
 
@@ -355,12 +344,8 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
         return _deepspeed_command(verb, path, processes, environment)
     if config.kind == "process":
         return warm.worker_command(verb, run_dir)
-    raise ConfigError(
-        "This launcher starts no command.",
-        field="train.launch.kind",
-        value=config.kind,
-        remedy="Resolve the configuration first (resolve_config): auto and environment become another launcher there.",
-    )
+    remedy = "Resolve the configuration first (resolve_config): auto and environment become another launcher there."
+    raise ConfigError("This launcher starts no command.", field="train.launch.kind", value=config.kind, remedy=remedy)
 
 
 def _deepspeed_command(verb: str, run_dir: Path, processes: int, environment: Mapping[str, str]) -> list[str]:

@@ -41,11 +41,7 @@ _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")
 
 
 def describe_places(stacks: Mapping[str, str]) -> str | None:
-    """Return where the ranks stand, "rank 1 in collate (recipe.py:12), rank 0 in wait (ops.py:7)"; None if unknown.
-
-    Args:
-        stacks: rank -> what faulthandler wrote, the innermost frames of threads first.
-    """
+    """The places of ranks in their stacks: "rank 1 in collate (recipe.py:12), rank 0 in wait (ops.py:7)", or None."""
     ranks_at: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         place = _find_place(text)
@@ -80,10 +76,9 @@ def _name_ranks(ranks: list[int]) -> str:
 
 
 def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
-    """Return the failure of a launch that has no result; where processes have coordinates, the message names them.
+    """The failure of a launch that has no result; where processes have coordinates, the message names them.
 
-    Args:
-        direct: the guard's command was the only worker itself, not a launcher of workers.
+    `direct`: the guard's command was the only worker itself, not a launcher of workers.
     """
     error = _find_failure(run_dir, ending, direct=direct)
     grid = _read_grid(run_dir)
@@ -245,12 +240,8 @@ def _launcher_failed(guard: dict[str, Any] | None, ending: Ending) -> TrainflowE
     """Return the failure of torchrun or the guard itself; no rank is to blame."""
     code, who = (ending.code, "The guard process") if guard is None else (int(guard["code"]), "The launcher")
     ended = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code} and without a result"
-    return InfrastructureError(
-        f"{who} {ended}.",
-        step=ending.step,
-        remedy="The same command continues from the last save; the last lines are in the details (--debug).",
-        details=ending.tail,
-    )
+    remedy = "The same command continues from the last save; the last lines are in the details (--debug)."
+    return InfrastructureError(f"{who} {ended}.", step=ending.step, remedy=remedy, details=ending.tail)
 
 
 def signal_name(number: int) -> str:

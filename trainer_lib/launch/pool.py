@@ -66,12 +66,9 @@ class PoolResult(Generic[R]):
 
 
 def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig]:
-    """A resolved configuration of several processes as several of one, with the same threads and a GPU.
+    """A resolved configuration of several processes as several of one, with the same threads and, `on_devices`, a GPU.
 
     What starts its processes by another program, or on several machines, stays as it is. An engine places them all.
-
-    Args:
-        on_devices: the work uses GPUs where there are some.
     """
     count = int(config.processes)
     if config.engine is not None and not config.several_nodes:
@@ -196,11 +193,7 @@ def _listen(
 
 
 def settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> PoolResult[Any]:
-    """Make one result of how the workers have ended, in the order of their ends.
-
-    Raises:
-        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
-    """
+    """Make one result of how the workers ended; raise a failure that would meet all, or the last where all are lost."""
     answers = [end for end in ends if not isinstance(end, BaseException)]
     lost = [end for end in ends if isinstance(end, InfrastructureError)]
     failures = [end for end in ends if isinstance(end, BaseException) and not isinstance(end, InfrastructureError)]

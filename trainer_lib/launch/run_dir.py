@@ -53,11 +53,7 @@ _ENGINE_SETTINGS = "engine.json"
 
 
 class RunDir:
-    """The folder of one launch.
-
-    Attributes:
-        is_shared: other launches may work on the same output; known to the owner that made the folder.
-    """
+    """The folder of one launch; `is_shared`, known to the owner that made it: others may work on its output."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -89,15 +85,10 @@ class RunDir:
     ) -> RunDir:
         """Make a folder for `request`, after the processes of earlier, killed launches of the same output have ended.
 
-        Args:
-            shared: other launches may work on this output at the same time.
-            engine: what places the launch, whose leading machine may be this one.
-            made: the folder, where a worker waits in it already.
-
-        Raises:
-            ConfigError: the folder for run files belongs to another user.
-            InfrastructureError: another living process works on this output.
-            StorageFullError: the disk of temporary files is full.
+        `shared`: other launches may work on this output at the same time. `engine` places the launch, whose leading
+        machine may be this one. `made`: the folder, where a worker waits in it already. Raises ConfigError where the
+        folder for run files is another user's, InfrastructureError where a living process works on this output,
+        StorageFullError.
         """
         # Separate for those that share an output, so that none takes another for one that was killed.
         place = uuid.uuid4().hex if shared else f"{engine or ''}{request.get('output', '')}"

@@ -31,15 +31,11 @@ LINE_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a launch.
+    """The end of a launch: the guard's exit code, or minus the signal that killed it, and what was seen before.
 
-    Attributes:
-        code: exit code of the guard; if negative, the signal that killed it.
-        cancelled: the owner ended the launch.
-        hung_s: seconds without progress, if that is why the launch was ended; else None.
-        out_of_memory: the kernel killed a process for memory just before the end.
-        step: the last optimizer step that an event reported.
-        tail: the last lines printed.
+    `hung_s`: seconds without progress, if that is why the launch was ended. `out_of_memory`: the kernel killed a
+    process for memory just before the end. `step`, `tail`: the last step that an event reported, and the last lines
+    printed.
     """
 
     code: int
@@ -248,10 +244,7 @@ class OomWatch:
 
     A group's counter is of its own processes. The machine's also counts those of other groups and users, so only a rise
     in the last seconds before a death counts: call `sample_counters` while the workers run; `has_risen` compares with a
-    sample at least `SAMPLE_S` seconds old.
-
-    Args:
-        root: the folder that holds /proc and /sys (a test gives its own).
+    sample at least `SAMPLE_S` seconds old. `root` is the folder that holds /proc and /sys.
     """
 
     def __init__(self, root: Path = Path("/")) -> None:

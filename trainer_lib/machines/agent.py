@@ -51,13 +51,9 @@ def run_workers(
     nodes: int = 1,
     node_rank: int = 0,
 ) -> list[dict[str, Any]]:
-    """Start this machine's workers through torchrun and wait for their end.
+    """Start this machine's workers through torchrun and wait for their end; the job's store listens at `master`.
 
-    Args:
-        master: host and port at which the store of the whole job listens.
-
-    Returns:
-        How failed ranks ended (rank, exit code, pid, time); empty if all ended well.
+    Returns how failed ranks ended (rank, exit code, pid, time); nothing if all ended well.
     """
     logging.getLogger("torch.distributed.elastic").setLevel(
         logging.CRITICAL

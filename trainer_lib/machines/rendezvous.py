@@ -154,11 +154,7 @@ def gather(
 
 
 class Pulses:
-    """The signs of life of the followers: one operation reads those of all.
-
-    Attributes:
-        numbers: of the followers that are watched.
-    """
+    """The signs of life of the followers `numbers`: one operation reads those of all."""
 
     def __init__(self, rendezvous: Rendezvous, numbers: Iterable[int]) -> None:
         self.numbers = list(numbers)

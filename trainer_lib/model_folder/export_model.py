@@ -37,12 +37,7 @@ Run = Callable[[Mapping[str, Tensor]], Any]
 
 
 def run(work: Work[ExportRequest]) -> ExportResult:
-    """Export the model, and compare its outputs of up to 32 rows with those of the model.
-
-    Raises:
-        ConfigError: a model of this kind has no such form, or the outputs differ. MissingExtraError: a package is
-            missing.
-    """
+    """Export the model, and compare its outputs of up to 32 rows with those of the model."""
     request = work.request
     if request.form == "gguf":
         what = "trainflow writes no GGUF."

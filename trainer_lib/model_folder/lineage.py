@@ -123,11 +123,7 @@ class Lineage:
 
 
 def read_lineage(data: bytes, where: str) -> Lineage:
-    """The lineage in the bytes of the file at `where`, which may come from anyone.
-
-    Raises:
-        ConfigError: trainflow did not write this, or a newer version did. DamagedError: its seal does not fit.
-    """
+    """The lineage in the bytes of the file at `where`, from anyone. Raises DamagedError if its seal does not fit."""
     try:
         record = parse_json(data, dict)
     except ValueError as error:

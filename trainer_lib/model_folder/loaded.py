@@ -124,11 +124,7 @@ class LoadedModel:
     def outcomes_of(
         self, given: EvalPrediction, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any] | None:
-        """The outcomes of the rows by `given`, of `measured_with`; None for outputs of another kind.
-
-        Args:
-            names: of the rows, by which hardest rows and samples are called.
-        """
+        """The outcomes of rows with these names by `given`, of `measured_with`; None for outputs of another kind."""
         from trainer_lib.worker.evaluate import pair_outcomes, summarize_pairs
 
         pairs = pair_outcomes(self._work.recipe, given, self._data)

@@ -69,11 +69,7 @@ class FoundModel:
         return Store.open(self.weights.url.rpartition("/")[0]).child("checkpoints")
 
     def digest(self) -> str:
-        """SHA-256 of all that decides the predictions: code, settings, weights, assets and facts of the data.
-
-        Raises:
-            DamagedError: the checkpoint is not complete.
-        """
+        """SHA-256 of all that decides the predictions: code, settings, weights, assets and facts of the data."""
         described, weights = self.description, content_digest(self.description.weights)
         if self.checkpoint is not None:
             commit = read_commit(self.checkpoints.child(self.checkpoint), kind="checkpoint")
@@ -90,11 +86,7 @@ def model_digest(model: ModelDescription, weights: str) -> str:
 
 
 def require_weights(found: FoundModel) -> None:
-    """Refuse a model whose files were removed: a description can outlive them, as a LoggedModel of MLflow does.
-
-    Raises:
-        DamagedError: nothing is left in the folder of its weights.
-    """
+    """Refuse a model whose files were removed: a description can outlive them, as a LoggedModel of MLflow does."""
     folder = found.weights if found.checkpoint is None else found.checkpoints.child(found.checkpoint)
     if not folder.children():
         what = "The weights of this model are not in the storage any more."
@@ -105,11 +97,7 @@ def require_weights(found: FoundModel) -> None:
 
 
 def require_trust(found: FoundModel, trust: bool | str) -> None:
-    """Refuse to execute a model's code that is not trusted; `trust` may be the SHA-256 of the code that is.
-
-    Raises:
-        ConfigError: the code is not that of a run on a storage of this user, and it is not trusted.
-    """
+    """Refuse to execute a model's code that is not trusted; `trust` may be the SHA-256 of the code that is."""
     digest = found.description.code_digest
     if isinstance(trust, str):
         if trust.removeprefix("sha256:") != digest:
@@ -128,13 +116,7 @@ def require_trust(found: FoundModel, trust: bool | str) -> None:
 
 
 def find_model(address: str) -> FoundModel:
-    """The model at an address.
-
-    Raises:
-        ConfigError: there is no model that can be loaded.
-        StorageError: the address cannot be read.
-        DamagedError: the description is damaged.
-    """
+    """The model at an address. Raises ConfigError where none can be loaded, and DamagedError for its description."""
     if address.startswith("hf://"):
         target = parse_target(address, field=FIELD)
         return _read_published(Store.open(download_snapshot(target.repo or address, revision=target.revision)), address)

@@ -26,12 +26,7 @@ LABELS = "labels"
 
 
 def run(work: Work[MeasureRowsRequest]) -> MeasureRowsResult:
-    """Measure the model on the rows and on resamples of them, which only the rows decide.
-
-    Raises:
-        ConfigError: the model predicts no single class or number for a row, or its recipe measures nothing.
-        DataError: a row has no label, or one that the model does not know.
-    """
+    """Measure the model on the rows and on resamples of them, which only the rows decide."""
     request = work.request
     loaded = load_same(request)
     compute = loaded.compute_metrics
@@ -87,11 +82,7 @@ def read_labels(rows: list[tuple[str, Any]], loaded: LoadedModel) -> tuple[np.nd
 
 
 def read_prepared(data: PreparedData, split: str, loaded: LoadedModel) -> tuple[list[dict[str, Any]], Any, str]:
-    """The rows of a prepared split, their labels ``[rows]`` as the model numbers them, and the digest of the rows.
-
-    Raises:
-        ConfigError: the rows have no labels. DataError: the model does not know the class of a row.
-    """
+    """The rows of a prepared split, their labels ``[rows]`` as the model numbers them, and the digest of the rows."""
     prepared = ArrowSplit(to_record(data), split)
     if LABELS not in prepared.column_names:
         what = "The prepared rows have no labels, so no other model is measured on them."

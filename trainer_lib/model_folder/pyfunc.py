@@ -57,11 +57,7 @@ class PyfuncModel:
         return pd.DataFrame({name: [_plain(value) for value in values] for name, values in predicted.items()})
 
     def _rows_of(self, columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
-        """The rows of columns. Of arrays ``[batch, …]`` MLflow makes one row, whose values have a dimension too many.
-
-        Raises:
-            DataError: arrays differ in their number of rows.
-        """
+        """The rows of columns. Of arrays ``[batch, …]`` MLflow makes one row, with values of a dimension too many."""
         known = known_columns(self.model.description.columns)
         too_deep = [
             len(values) == 1 and _depth(values[0]) == (known[name].kind == "list") + len(known[name].shape) + 1

@@ -227,13 +227,9 @@ class _Scoring:
         return row_id is None or isinstance(row_id, str) is self._form.has_text_ids
 
     def _predict(self, rows: Sequence[Row | BadRow], spool: PredictionSpool) -> tuple[list[str | None], list[int]]:
-        """Append the outputs of the good rows to the spool.
+        """Append the outputs of the good rows to the spool; where no row may be bad, a bad one raises.
 
-        Returns:
-            The problems of the rows, None for none; and the places of the good ones in the order of the outputs.
-
-        Raises:
-            DataError: a row is bad, and more than `max_errors` are.
+        Returns the problems of the rows, None for none, and the places of the good ones in the order of the outputs.
         """
         problems: list[Exception | None] = [self._find_own_problem(row) for row in rows]
         good = [number for number, problem in enumerate(problems) if problem is None]
@@ -375,11 +371,7 @@ def _describe(error: Exception) -> str:
 
 
 class SeriesReader(RowReader):
-    """The windows of the series of a table, in the order in which the series begin there.
-
-    Attributes:
-        times: id -> the times that are forecast, as texts.
-    """
+    """The windows of a table's series, in the order in which the series begin there; `times`: id -> forecast times."""
 
     def __init__(self, request: ScoreRequest, info: Mapping[str, Any]) -> None:
         super().__init__((), {}, id_column=info["new_steps"]["series"])
@@ -436,11 +428,7 @@ class SeriesReader(RowReader):
 
 
 def read_series(request: ScoreRequest, info: Mapping[str, Any]) -> SeriesReader | None:
-    """The windows, where the files have steps as those of `prepare` had; None: the model takes the rows themselves.
-
-    Raises:
-        ConfigError: a setting is for rows. DataError: the steps cannot be read.
-    """
+    """The windows, where the files have steps as those of `prepare` had; None: the model takes the rows themselves."""
     note, row = info["new_steps"], dict[str, str]()
     with contextlib.suppress(DataError):  # the reader of rows names a bad row, or counts it
         first = next(read_rows(request.sources, None, read_reading(note.get("read") or {})), ("", None))[1]

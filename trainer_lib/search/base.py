@@ -175,12 +175,8 @@ def is_finite(values: Sequence[float]) -> bool:
 class SharedTrial:
     """A trial that has the same parameters on every rank.
 
-    `model_init` may suggest parameters of its own. A parameter that is not known yet is suggested on rank 0 and
-    broadcast, so such a call is collective.
-
-    Args:
-        trial: the backend's own trial on rank 0, None on other ranks.
-        number, params: the trial's number and known parameters, from rank 0.
+    `model_init` may suggest parameters of its own. One that is not known yet is suggested on rank 0, which alone has
+    the backend's `trial`, and broadcast: such a call is collective.
     """
 
     def __init__(self, trial: Any, comm: Communicator, number: int, params: Mapping[str, Any]) -> None:

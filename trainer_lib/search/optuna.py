@@ -230,12 +230,8 @@ class OptunaSearch:
         """The trial's folder: from `hp_name`, or ``run-<number>``. Raises ConfigError for an unusable name."""
         name = f"run-{trial.number}" if self._settings.hp_name is None else str(self._settings.hp_name(trial))
         if not _NAME.fullmatch(name) or name in (".", ".."):
-            raise ConfigError(
-                "The name cannot be used for a folder.",
-                field="hp_name",
-                value=name,
-                remedy="Return a short text without slashes.",
-            )
+            remedy = "Return a short text without slashes."
+            raise ConfigError("The name cannot be used for a folder.", field="hp_name", value=name, remedy=remedy)
         # A name that an earlier trial used gets the number: checkpoints of two trials never mix.
         taken = {earlier.user_attrs.get(_FOLDER) for earlier in self._study.get_trials(deepcopy=False)}
         return f"{name}-{trial.number}" if name in taken else name

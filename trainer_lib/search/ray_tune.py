@@ -77,11 +77,8 @@ def _none_completed(trials: list[Any]) -> Exception:
             remedy="Look at Ray's own logs; give each trial more memory (resources_per_trial).",
             details="\n".join(died),
         )
-    return ConfigError(
-        f"None of {len(trials)} trials was completed: all failed.",
-        field="hp_space",
-        remedy="Narrow the ranges; every failure was logged as a warning.",
-    )
+    remedy = "Narrow the ranges; every failure was logged as a warning."
+    return ConfigError(f"None of {len(trials)} trials was completed: all failed.", field="hp_space", remedy=remedy)
 
 
 def _summary(trial: Any) -> dict[str, Any]:

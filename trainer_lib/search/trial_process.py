@@ -127,15 +127,10 @@ class Place:
 
 
 def find_place(output: str, trial: str, name: str, values: Mapping[str, Any], pointer: Pointer | None) -> Place:
-    """Say where a trial continues.
+    """The place where a trial continues: `output` is the URL of the search's folder, `name` that of the trial's.
 
-    Args:
-        output: URL of the folder of the search.
-        trial, name: the trial's id, and the name of its folder.
-        pointer: the checkpoint that the backend starts it from; None at its first start.
-
-    Raises:
-        ConfigError: the pointer's checkpoint is gone, and no later one is there.
+    `pointer` is the checkpoint that the backend starts it from, None at its first start. Raises ConfigError where that
+    is gone, and no later one is there.
     """
     if pointer is None:
         return Place(name)

@@ -33,12 +33,7 @@ _log = logging.getLogger(__name__)
 
 
 class LineFile:
-    """One file of lines, which all end in a line break.
-
-    Args:
-        store: the folder of the file.
-        name: its name in the folder.
-    """
+    """The file `name` of lines, which all end in a line break, in the folder `store`."""
 
     def __init__(self, store: Store, name: str) -> None:
         self.store = store

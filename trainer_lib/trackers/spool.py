@@ -109,14 +109,11 @@ def now_ms() -> int:
 
 @dataclass
 class State:
-    """The part of a session that the server has.
+    """The part of a session that the server has, by offsets in points.jsonl; of points it may have more.
 
-    Attributes:
-        offset: bytes of points.jsonl whose points, tags and parameters the server has; it may have more.
-        files_offset: bytes of points.jsonl whose files the server has.
-        run_id: the server's run, once the session was attached to it.
-        closed: "FINISHED", "FAILED" or "KILLED"; None while the run continues, and when its process died.
-        end_ms: the end of the run, in milliseconds since 1970.
+    `files_offset` is that of files. `run_id` is set once the session is attached to a run. `closed` is "FINISHED",
+    "FAILED" or "KILLED"; None while the run continues, and when its process died. `end_ms` is in milliseconds since
+    1970.
     """
 
     offset: int = 0

@@ -33,11 +33,7 @@ Difference = dict[str, Any]
 
 
 def run(work: Work[CompareRequest]) -> CompareResult:
-    """Compare the checkpoints of two trainings: differences in the order of time, steps before states.
-
-    Raises:
-        DamagedError: the runs end at different steps, or a checkpoint has changed since it was committed.
-    """
+    """Compare the checkpoints of two trainings: differences in the order of time, steps before states."""
     whole, resumed = Store.open(work.request.whole), Store.open(work.request.resumed)
     pairs = _common(whole, resumed)
     counts: dict[str, Any] = {"checkpoints": [step for step, _, _ in pairs]}

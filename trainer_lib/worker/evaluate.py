@@ -182,11 +182,7 @@ _CHANGED: Mapping[str, Any] = {"torch_compile": False, "dataloader_num_workers":
 def require_measurable(
     function: Callable[..., Any] | None, request: EvaluateRequest, args: TrainingArguments
 ) -> Callable[..., Any] | None:
-    """The recipe's function with the metrics that the spec names; None where nothing is measured.
-
-    Raises:
-        ConfigError: what the spec asks for needs all rows, and they are measured batch by batch, or by nothing.
-    """
+    """The recipe's function with the metrics of the spec; None: nothing is measured. Refuses what needs all rows."""
     by_batch = args.batch_eval_metrics and (function is not None or bool(request.metrics))
     if is_metric_object(function) or by_batch:
         _refuse_needing_rows(request, is_object=not by_batch)
@@ -216,11 +212,7 @@ def _refuse_needing_rows(request: EvaluateRequest, *, is_object: bool) -> None:
 
 
 def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, ArrowSplit]) -> None:
-    """Try what the request asks to be measured, without a trained model.
-
-    Raises:
-        ConfigError: it could not be measured: the field says which setting is wrong.
-    """
+    """Try what the request asks to be measured, without a trained model. Raises ConfigError about the wrong setting."""
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         changed = replace(work, request=replace(work.request, args={**work.request.args, **_CHANGED}))
         args = arguments(changed, "evaluate", folder)
@@ -252,11 +244,8 @@ def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, A
 class _Trial:
     """The input of a recipe's function for a few rows, and the names of its metrics.
 
-    Attributes:
-        function: the recipe's, with the metrics of the spec.
-        alone: it is called batch by batch, so the Trainer has to call it.
-        names: those of every evaluation; None: not known, or they depend on the rows.
-        failure: why it could not be tried.
+    `alone`: it is called batch by batch, so the Trainer has to call it. `names`: those of every evaluation; None: they
+    are not known, or they depend on the rows. `failure`: why it could not be tried.
     """
 
     function: Callable[..., Any] | None
@@ -485,10 +474,7 @@ def summarize_pairs(
 ) -> dict[str, Any] | None:
     """The outcomes of rows, as `summarize_outcomes` has them, with the inputs of those that they name.
 
-    Args:
-        pairs: as `pair_outcomes` makes them.
-        id_of: the id of a row, by its number.
-        show: the columns of a row, by its number; None: no inputs.
+    `id_of` and `show` take the number of a row, and give its id and its columns; without `show` there are no inputs.
     """
     rows, names = pairs.get("rows"), data.info.get("classes")
     places: dict[int | str, int] = {}

@@ -29,12 +29,7 @@ _POSITION = ("global_step", "max_steps", "epoch", "num_input_tokens_seen")
 
 
 def run(work: Work[EvaluateCheckpointRequest]) -> CheckpointMetrics:
-    """Evaluate the checkpoint. The result is complete on rank 0.
-
-    Raises:
-        DamagedError: a file of the checkpoint is not as it was committed.
-        TrainflowError: the Trainer or the recipe raised it.
-    """
+    """Evaluate the checkpoint. The result is complete on rank 0."""
     request = work.request
     args = arguments(work, "evaluate_checkpoint", Store.open(request.output, field="storage").url)
     prepared = to_record(request.data)

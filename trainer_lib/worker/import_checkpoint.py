@@ -107,11 +107,7 @@ def _model(work: Work[ImportRequest], source: Source) -> nn.Module:
 
 
 def _names(source: Source, model: nn.Module) -> Names:
-    """Parameter names by group and place in the optimizer's state, which has no names: the one choice that fits it.
-
-    Raises:
-        ConfigError: no choice fits (another model), or several different ones fit.
-    """
+    """The one choice of parameter names, by group and place, that fits the optimizer's state, which has no names."""
     trained = {name: tuple(param.shape) for name, param in model.named_parameters() if param.requires_grad}
     # Whichever rule fits the groups and shapes made them, transformers' or ours.
     candidates = [
@@ -193,11 +189,8 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     if missing or unknown or reshaped:
         parts = (("missing", missing), ("unknown", unknown), ("of another shape", reshaped))
         what = ", ".join(f"{problem} {names[:5]}" for problem, names in parts if names)
-        raise ConfigError(
-            f"The weights are not this model's: {what}.",
-            field="model",
-            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
-        )
+        remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
+        raise ConfigError(f"The weights are not this model's: {what}.", field="model", remedy=remedy)
     return {name: tensor for name, tensor in complete.items() if tensor is not None}
 
 

@@ -27,12 +27,7 @@ _ALONE = "Remove it: the adapters are published alone."
 
 
 def run(work: Work[MergeRequest]) -> MergeResult:
-    """Build the recipe's model, load its adapters, merge them, and write the merged model.
-
-    Raises:
-        ConfigError: the model has no adapters, or they cannot be merged, or merged weights answer in another way.
-            DamagedError: they are another model's.
-    """
+    """Build the recipe's model, load its adapters, merge them, and write the merged model, if they agree."""
     request = work.request
     args, prepared = arguments(work, "publish", request.output), to_record(request.data)
     model = build_model(work, args, DataInfo(prepared))
@@ -139,13 +134,10 @@ def _find_shared_weight(model: Any) -> str | None:
 
 
 def merge(model: nn.Module, *, dtype: str | None = None) -> nn.Module:
-    """The base model, with the weights that give what the model gives with its adapters.
+    """The base model with the weights that give what the model gives with its adapters.
 
-    Args:
-        dtype: their type; None: that of the base, bfloat16 of a quantized one.
-
-    Raises:
-        ConfigError: merged weights would not be finite.
+    `dtype` is their type; None: that of the base, bfloat16 of a quantized one. Raises ConfigError for values not
+    finite.
     """
     given: Any = model
     if getattr(given.get_base_model(), "is_quantized", False):

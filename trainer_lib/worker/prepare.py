@@ -90,11 +90,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
 
 
 def _run_parts(work: Work[PrepareRequest]) -> PrepareResult:
-    """Carry out the step that the request names, or all of them.
-
-    Raises:
-        DataError: no sources, an empty split, rows or columns that do not fit each other, an id in two splits.
-    """
+    """Carry out the step that the request names, or all of them."""
     step, store = work.request.step, Store.open(work.request.output, field="storage")
     if step in ("all", "list"):
         listed = _list(work, store)
@@ -265,11 +261,8 @@ def _check_empty(found: dict[str, SplitOfParts]) -> None:
     """Refuse a split that no source has rows of, as `SplitWriter` does."""
     empty = [name for name, split in found.items() if not split.rows]
     if len(empty) == len(found):
-        raise DataError(
-            "All sources together have no rows.",
-            field="prepare_shard",
-            remedy="Check the filters in prepare_shard(), and what list_sources() returns.",
-        )
+        remedy = "Check the filters in prepare_shard(), and what list_sources() returns."
+        raise DataError("All sources together have no rows.", field="prepare_shard", remedy=remedy)
     if empty:
         raise DataError(
             f"The split '{empty[0]}' is empty in every source.",
@@ -280,10 +273,7 @@ def _check_empty(found: dict[str, SplitOfParts]) -> None:
 
 
 def _check_ids(store: Store, found: dict[str, SplitOfParts]) -> list[str]:
-    """Look for ids in two splits, where rows have ids of their own: ours are different by their making.
-
-    Returns a sentence for each split that has an id twice.
-    """
+    """Look for ids in two splits, where rows have ids of their own; a sentence for each split that has an id twice."""
     if not any(split.has_own_ids for split in found.values()):
         return []
     files = {name: [entry.path for entry in split.files] for name, split in found.items()}

@@ -48,11 +48,7 @@ class _Clock(TrainerCallback):
 
 
 def run(work: Work[ProbeRequest]) -> Probe | None:
-    """Train a few steps in the request's folder, which its owner removes. The result is complete on rank 0.
-
-    Raises:
-        TrainflowError: the Trainer or the recipe raised it.
-    """
+    """Train a few steps in the request's folder, which its owner removes. The result is complete on rank 0."""
     request = work.request
     output = Store.open(request.output, field="storage")
     args = arguments(work, "train", output.url)

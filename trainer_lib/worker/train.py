@@ -79,11 +79,7 @@ class ProofCallback(TrainerCallback):
 
 @contextlib.contextmanager
 def stopped_by_notice(work: Work[TrainRequest], trainer: Any) -> Iterator[None]:
-    """Inside, a notice stops the training, as a signal does. One process of each machine looks for it.
-
-    Raises:
-        PreemptedByNotice: on rank 0, whose machine the notice is about; training is saved.
-    """
+    """Inside, a notice stops the training, as a signal does; on rank 0 as PreemptedByNotice if its machine goes."""
     asked = work.request.preemption
     if asked is None or int(os.environ.get("LOCAL_RANK", "0")) != 0:
         yield
@@ -299,12 +295,9 @@ def _device(trainer: Trainer) -> tuple[str, str]:
 
 
 def _exported(work: Work[TrainRequest], output: Store, args: TrainingArguments, model: nn.Module) -> list[FileEntry]:
-    """The model's files, with a config.json that says how to build it unless the model wrote its own.
+    """The model's files, with a config.json unless the model wrote its own; adapters have the digests of their base.
 
-    Adapters have the digests of their base with them.
-
-    The arguments are cut to those that matter to the weights: the same training gives the same bytes, wherever its
-    files lie and however it was logged.
+    The arguments are cut to those that matter to the weights: the same training gives the same bytes everywhere.
     """
     store = output.child(MODEL)
     if not store.exists("config.json"):

@@ -231,12 +231,8 @@ def from_settings(settings: Mapping[str, Any]) -> LaunchConfig:
 def _check_environment(config: LaunchConfig) -> None:
     for name in config.env:
         if name.startswith(("ACCELERATE_", "FSDP_")):
-            raise refused(
-                "env",
-                name,
-                "This variable would change what is trained, but not the stage's key.",
-                "Set the argument itself in train.args, or kind=accelerate with a config_file.",
-            )
+            remedy = "Set the argument itself in train.args, or kind=accelerate with a config_file."
+            raise refused("env", name, "This variable would change what is trained, but not the stage's key.", remedy)
     if config.devices is not None and "CUDA_VISIBLE_DEVICES" in config.env:
         value = config.env["CUDA_VISIBLE_DEVICES"]
         raise refused(
@@ -257,12 +253,8 @@ def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
     for name, value in written.items():
         given, default = getattr(config, name), getattr(LaunchConfig(), name)
         if given not in (default, value):
-            raise refused(
-                name,
-                given,
-                f"The file {config.config_file} gives {value}.",
-                "Remove one of the two, or make them equal.",
-            )
+            remedy = "Remove one of the two, or make them equal."
+            raise refused(name, given, f"The file {config.config_file} gives {value}.", remedy)
     config = replace(config, **written)
     # Several machines always start through our own agent; the file's other settings have become arguments already.
     return replace(config, kind="torchrun") if config.several_nodes else config
@@ -475,20 +467,12 @@ def _check_ray(config: LaunchConfig) -> None:
             value="ray",
         )
     if config.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", config.address):
-        raise refused(
-            "address",
-            config.address,
-            "This is not the address of a Ray cluster.",
-            "Give host:port of its head, and run the command on a machine of the cluster; ray:// is not served.",
-        )
+        remedy = "Give host:port of its head, and run the command on a machine of the cluster; ray:// is not served."
+        raise refused("address", config.address, "This is not the address of a Ray cluster.", remedy)
     for name, value in config.engine_options.items():
         if not _RESOURCE.fullmatch(name) or isinstance(value, bool) or not isinstance(value, int | float) or value < 0:
-            raise refused(
-                f"engine_options.{name}",
-                value,
-                "This is not an amount of a resource.",
-                "Give a number from 0 on for cpus, gpus, memory (bytes) or a custom resource of the cluster.",
-            )
+            remedy = "Give a number from 0 on for cpus, gpus, memory (bytes) or a custom resource of the cluster."
+            raise refused(f"engine_options.{name}", value, "This is not an amount of a resource.", remedy)
 
 
 def _check_slurm(config: LaunchConfig) -> None:

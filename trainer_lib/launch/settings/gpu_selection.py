@@ -95,12 +95,8 @@ def check_selection(environment: Mapping[str, str]) -> None:
     """
     order = environment.get("CUDA_DEVICE_ORDER")
     if order is not None and order not in ORDERS:
-        raise ConfigError(
-            "This is not an order of devices.",
-            field="CUDA_DEVICE_ORDER",
-            value=order,
-            remedy=f"Choose {' or '.join(ORDERS)}.",
-        )
+        remedy = f"Choose {' or '.join(ORDERS)}."
+        raise ConfigError("This is not an order of devices.", field="CUDA_DEVICE_ORDER", value=order, remedy=remedy)
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if visible is None or not _torch_has_cuda() or _present() == 0:
         return
@@ -114,12 +110,8 @@ def check_selection(environment: Mapping[str, str]) -> None:
         elif chosen.count(part) > 1:
             problem = "is named twice"
         if problem is not None:
-            raise ConfigError(
-                f"Device {part} {problem}.",
-                field="CUDA_VISIBLE_DEVICES",
-                value=visible,
-                remedy="Write the devices as in 0,2.",
-            )
+            remedy = "Write the devices as in 0,2."
+            raise ConfigError(f"Device {part} {problem}.", field="CUDA_VISIBLE_DEVICES", value=visible, remedy=remedy)
 
 
 def _chosen(visible: str) -> list[str]:

@@ -121,11 +121,7 @@ class _UnsentFilesError(Exception):
 
 
 class Delivery:
-    """Sends a spool, also while other processes write to it.
-
-    Args:
-        root: the spool.
-        tracking_uri: the server of this process, with its credentials; None: `MLFLOW_TRACKING_URI`.
+    """Sends a spool to a server, by default that of `MLFLOW_TRACKING_URI`, also while other processes write to it.
 
     Attributes:
         clock: the request that is under way.
@@ -145,12 +141,7 @@ class Delivery:
         self._warned: set[str] = set()
 
     def deliver(self) -> bool:
-        """Send what is there, and return whether all that is over has arrived.
-
-        Raises:
-            Exception: what mlflow raises; of several failures the first one. The other runs were tried, too, unless
-            the server does not answer.
-        """
+        """Send what is there; return whether all that is over has arrived. Of several failures, the first is raised."""
         with sole_delivery(self.root) as ours:
             self.is_elsewhere, self.obstacle = not ours and self.root.is_dir(), None
             try:

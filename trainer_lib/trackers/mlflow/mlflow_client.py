@@ -309,12 +309,7 @@ def history(client: MlflowClient, run_id: str, key: str) -> list[Point]:
 
 
 def send_points(client: MlflowClient, run_id: str, points: Sequence[Point]) -> None:
-    """Log points in batches; one that the server refuses is left out, with a warning.
-
-    Raises:
-        GoneError: the server does not know the run, or it was deleted.
-        Exception: whatever mlflow raises, when the server cannot be reached or fails.
-    """
+    """Log points in batches; one that the server refuses is left out, with a warning. Raises GoneError for no run."""
     from mlflow.entities import Metric
 
     for start in range(0, len(points), BATCH):
@@ -380,12 +375,7 @@ def send_file(client: MlflowClient, run_id: str, local: Path, artifact_path: Pur
 def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:
     """End the run, unless it has ended since, on another machine that took it up; safe to repeat.
 
-    Args:
-        status: MLflow's, or `DISCARDED`: the run is deleted, as a person would do on the page.
-
-    Raises:
-        GoneError: the server does not know the run, or it was deleted.
-        Exception: whatever mlflow raises.
+    `status` is MLflow's, or `DISCARDED`: the run is deleted, as a person would do on the page.
     """
     run = client.get_run(run_id)
     info = run.info

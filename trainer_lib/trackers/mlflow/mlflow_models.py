@@ -55,13 +55,7 @@ _MLMODEL = "MLmodel"
 
 
 def send_flavor(client: Any, model_id: str, flavor: Flavor) -> None:
-    """Add a flavor to a logged model, unless it has it.
-
-    Raises:
-        RefusedError: a file is not the one that was committed.
-        StorageError: a file cannot be read.
-        Exception: whatever mlflow raises.
-    """
+    """Add a flavor to a logged model, unless it has it. Raises RefusedError for a file that is not as committed."""
     description = _read(client, model_id)
     if flavor.name in description["flavors"]:
         return
@@ -78,11 +72,7 @@ def send_flavor(client: Any, model_id: str, flavor: Flavor) -> None:
 
 
 def send_outputs(client: Any, model_id: str, columns: Mapping[str, str]) -> None:
-    """Write what the model predicts into its signature, unless it is there.
-
-    Args:
-        columns: column of the predictions -> its type, with `[*]` for each list around a value (`float64[*]`).
-    """
+    """Write the predicted columns into the model's signature, lists as `float64[*]`, unless it has them."""
     description = _read(client, model_id)
     outputs = json.dumps([{**_json_type(text), "name": name, "required": True} for name, text in columns.items()])
     if description["signature"]["outputs"] != outputs:
@@ -172,17 +162,9 @@ def download_model(address: str) -> Path:
 def send_model(
     client: MlflowClient, experiment_id: str, run_id: str, record: ModelRecord, files: Mapping[str, Path]
 ) -> str:
-    """Make the LoggedModel of a run, unless it is there; safe to repeat after any interruption.
+    """Make the LoggedModel of a run from its record and local files by path, unless it is there; return its id.
 
-    Args:
-        files: path among its artifacts -> local file.
-
-    Returns:
-        The model's id.
-
-    Raises:
-        RefusedError: the server has no logged models.
-        Exception: whatever mlflow raises.
+    Safe to repeat after any interruption. Raises RefusedError where the server has no logged models.
     """
     from mlflow.entities import LoggedModelOutput, LoggedModelStatus
 
@@ -212,11 +194,7 @@ def send_model(
 
 
 def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, keys: Collection[str] = ()) -> None:
-    """Link the run's points at an optimizer step to the model that they were measured with; safe to repeat.
-
-    Args:
-        keys: names of the metrics; none: those of the evaluations while training.
-    """
+    """Link the run's points at a step to the model measured there; no `keys`: those of evaluations while training."""
     from mlflow.entities import Metric
 
     linked = {(metric.key, metric.step) for metric in client.get_logged_model(model_id).metrics or []}
@@ -236,11 +214,7 @@ def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, ke
 def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], folder: Path) -> None:
     """Send what the spool holds about a model: the model itself, its version, what it predicts, or what was measured.
 
-    Args:
-        folder: where the session's files are.
-
-    Raises:
-        RefusedError: the server has no logged models, or not this one.
+    `folder` has the session's files. Raises RefusedError where the server has no logged models, or not this one.
     """
     experiment_id = str(client.get_run(run_id).info.experiment_id)
     try:

@@ -85,11 +85,7 @@ class Verdict:
 def compare(candidate: str, score: Score | None, champion: str | None, best: Score | None) -> Verdict:
     """Judge a version against the champion by a paired bootstrap: both were measured on the same resampled rows.
 
-    Args:
-        candidate, champion: their versions; no champion: the candidate becomes it.
-
-    Raises:
-        ConfigError: they were measured by another metric, or on other rows.
+    Without a champion the candidate becomes it. Raises ConfigError for another metric, or other rows.
     """
     if champion is None or champion == candidate:
         reason = "It is the first champion." if champion is None else "It is the champion."
@@ -196,12 +192,7 @@ def register(client: Any, model_id: str, run_id: str, asked: Registration) -> tu
 
 
 def promote(client: Any, name: str, version: str, *, alias: str = CHAMPION) -> Verdict:
-    """Move the champion's alias to a version if that is better, and return why, or why not.
-
-    Raises:
-        ConfigError: the two were not measured on the same rows.
-        GoneError: there is no such version.
-    """
+    """Move the champion's alias to a version if that is better; return why, or why not. GoneError: no such version."""
     current = find_alias(client, name, alias)
     scores = [_score_of(client, name, contender) if contender else None for contender in (version, current)]
     verdict = compare(version, scores[0], current, scores[1])
@@ -219,11 +210,7 @@ def read_run_tags(client: Any, name: str, version: str) -> dict[str, str]:
 
 
 def roll_back(client: Any, name: str, *, alias: str = CHAMPION) -> tuple[str, str]:
-    """Give the alias back to the version that had it before; return both versions, the new one first.
-
-    Raises:
-        ConfigError: no version has the alias, or none had it before.
-    """
+    """Give the alias back to the version that had it before; return both versions, the new one first."""
     current = find_alias(client, name, alias)
     before = None if current is None else client.get_model_version(name, current).tags.get(BEFORE_TAG)
     if current is None or before is None:

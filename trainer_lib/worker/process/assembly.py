@@ -94,10 +94,7 @@ def _prepare_keras(model: Any, work: Work[Any]) -> None:
 
 
 def require_module(model: Any, work: Work[Any], function: str, *, field: str, remedy: str) -> nn.Module:
-    """Return the model that a user's function has built; ConfigError when it is not a torch.nn.Module.
-
-    `function` is its name, and `field` the setting that names its file, both for the error.
-    """
+    """The model that the user's `function` has built. Raises ConfigError, about `field`, for what is not a module."""
     if isinstance(model, nn.Module):
         return model
     raise ConfigError(
@@ -145,11 +142,7 @@ def build_trainer(
 
 
 def add_metrics(trainer: Any, calls: Sequence[MetricCall]) -> None:
-    """Have a Trainer's evaluations measure the metrics that choose its weights, besides those of the recipe.
-
-    Raises:
-        ConfigError: they are measured on all rows, and the Trainer keeps none; or one cannot be imported.
-    """
+    """Have a Trainer's evaluations measure the metrics that choose its weights, besides those of the recipe."""
     if not calls:
         return
     if trainer.args.batch_eval_metrics or is_metric_object(trainer.compute_metrics):
@@ -168,11 +161,7 @@ def events_callback(work: Work[Any], args: TrainingArguments) -> EventsCallback:
 
 
 def load_weights(model: nn.Module, url: str) -> None:
-    """Load the exported weights at `url` into the model; of a model with adapters the adapters.
-
-    Raises:
-        DamagedError: weights are missing, left over, or of another shape: another model was exported there.
-    """
+    """Load the exported weights at `url`, of a model with adapters these. Raises DamagedError for another model's."""
     store = Store.open(url)
     # Where they are merged into the weights, the adapters lie in a folder of their own.
     for folder in (store, store.child(ADAPTER)) if is_peft(model) else ():
@@ -213,9 +202,5 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> N
 
 
 def _other_model(url: str, what: str) -> DamagedError:
-    return DamagedError(
-        f"The weights do not fit this model ({what}).",
-        field="model",
-        value=url,
-        remedy="Train again (--force train): the model or its options differ from what was exported.",
-    )
+    remedy = "Train again (--force train): the model or its options differ from what was exported."
+    return DamagedError(f"The weights do not fit this model ({what}).", field="model", value=url, remedy=remedy)

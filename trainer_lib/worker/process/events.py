@@ -43,15 +43,10 @@ class _Rows(NamedTuple):
 class EventsCallback(TrainerCallback):
     """Turns callback events into progress events. It reads counters and never a tensor, so it never waits for a GPU.
 
-    Args:
-        events: where they go.
-        samples_per_step: of the global batch.
-
     Attributes:
         resumed_from: the step training started from; None when it started at the beginning.
-        flops: model FLOPs of this process's training, over all ranks; set when it ends.
-        trained_s: seconds of it in training steps; likewise.
-        unlogged: (step, loss) of the steps after the last log; set when training ends.
+        flops, trained_s: model FLOPs of this process's training on all ranks, and its seconds in steps; set at the end.
+        unlogged: (step, loss) of the steps after the last log; likewise.
     """
 
     def __init__(self, events: Events, samples_per_step: int = 0) -> None:

@@ -83,12 +83,9 @@ def read_trace(rank: int) -> dict[str, Any]:
 
 
 class ParentWatch(threading.Thread):
-    """Stops this process when its parent changes (torchrun died) or the guard is gone: SIGTERM, grace, SIGKILL.
+    """Stops this process when its parent changes (torchrun died) or the guard is gone: SIGTERM, `grace_s`, SIGKILL.
 
     A guard that was stopped (SIGSTOP) cannot see that the owner is gone: it is woken, and then does.
-
-    Args:
-        grace_s: seconds the main thread gets to reach a step boundary and save.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -129,11 +126,7 @@ STACKS_S = 1.0
 
 
 class Events:
-    """Progress events of this rank: appended to ``events.jsonl`` by rank 0, dropped by the others.
-
-    Args:
-        sink: takes each event instead of the file (the in-process launcher).
-    """
+    """Progress events of this rank: of rank 0 appended to ``events.jsonl``, or given to `sink`; of others dropped."""
 
     def __init__(self, path: Path, rank: int, sink: Callable[[dict[str, Any]], None] | None = None) -> None:
         self._path = path
@@ -171,15 +164,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Work(Generic[Q]):
-    """The inputs of a verb on one rank.
-
-    Attributes:
-        request: what is asked for.
-        recipe: the loaded recipe.
-        rank: of this process, from 0.
-        world_size: number of processes.
-        events: where progress goes.
-    """
+    """The inputs of a verb on one rank."""
 
     request: Q
     recipe: recipes.Recipe
