@@ -7,13 +7,14 @@ Everything else is the author's, and so are fields of the YAML head that trainfl
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-from urllib.parse import quote
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.suggestions import number_words, to_markdown
 from trainer_lib.errors import ConfigError
@@ -31,13 +32,12 @@ from trainer_lib.trackers.names import (
     without_bounds,
 )
 
+if TYPE_CHECKING:
+    import jinja2
+
+_TEMPLATE = Path(__file__).with_name("card.md.j2")
 _CURVE_ROWS = 12
 _LITERAL_VALUES = 8  # of an array that is written out
-_LIMITATIONS = """## Limitations
-
-*To be filled in by the author: what the model is not for, which data it was not measured on, known biases. This part,
-and everything else outside of the marked sections, is kept when the model is published again.*"""
-
 Metrics = Mapping[str, Mapping[str, float]]
 _SECTION = re.compile(r"<!-- trainflow:(?P<name>[a-z-]+) -->\n.*?<!-- /trainflow:(?P=name) -->\n?", re.DOTALL)
 _RELATIVE_PICTURE = re.compile(r"(!\[[^\]]*\]\()(?!/|[a-z]+:)")
@@ -142,25 +142,112 @@ class Card:
     conversations: Conversations | None = None
 
 
+class Markdown(str):
+    """A text that is Markdown already: it is shown as it is, and any other value in a card is escaped."""
+
+
 def render_card(card: Card) -> str:
     """The README of a model with its YAML head."""
     from trainer_lib.base.yaml_text import dump_yaml
 
-    head = dump_yaml(_render_head(card))
-    usage = [part for part in (_render_loading(card), _render_weights(card)) if part]
-    parts = [
-        f"---\n{head}---",
-        # A line break would end the heading.
-        f"# {to_markdown(_title(card))}",
-        mark_section("description", mask(card.description.strip())),
-        mark_section("use", "\n\n".join(["## Use", *usage]) if usage else ""),
-        mark_section("conversations", _render_conversations(card)),
-        mark_section("results", _render_results(card)),
-        _LIMITATIONS,
-        mark_section("training", _render_training(card)),
-        mark_section("provenance", _render_provenance(card)),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
+    weights = [entry.path for entry in card.files if entry.path.endswith(".safetensors")]
+    weights.sort(key=lambda path: path.startswith(f"{ADAPTER}/"))  # merged weights before their adapters
+    columns = ", ".join(f"{_literal(name)}: {_example(kind)}" for name, kind in card.columns.items())
+    arguments, digests = flatten_params(card.arguments), card.stage_digests  # secrets masked, long values cut
+    return _load_template().render(
+        card=card,
+        head=Markdown(dump_yaml(_render_head(card))),
+        title=_title(card),
+        description=Markdown(mask(card.description.strip())),
+        address=_literal(card.address or "."),
+        repository=_literal((card.address or ".").removeprefix("hf://").partition("@")[0]),
+        example=Markdown(f"{{{columns}}}"),
+        adapter=ADAPTER,
+        weights=_literal(weights[0]) if weights else None,
+        facts=[(name, value) for name, value in card.facts.items() if value is not None],
+        arguments=[[_code(name), value] for name, value in sorted(arguments.items())],
+        sources=[[mask(name), _code(digest)] for name, digest in card.sources.items()],
+        stages=[[stage, _code(key), _code(digests.get(stage, ""))] for stage, key in card.stage_keys.items()],
+        files=[[_code(entry.path), entry.size, _code(entry.sha256)] for entry in card.files],
+        **_read_conversations(card.conversations),
+        **_read_results(card.metrics),
+        **_read_curve(card.curve),
+    )
+
+
+@functools.cache
+def _load_template() -> jinja2.Template:
+    """The template of a card. What is put in is escaped for Markdown, and a name that is not given is an error."""
+    import jinja2  # not above: every worker imports this module
+
+    environment = jinja2.Environment(  # noqa: S701 - `finalize` escapes, for Markdown in place of HTML
+        loader=jinja2.FileSystemLoader(_TEMPLATE.parent),
+        finalize=_escape,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters |= {"literal": _literal, "section": _render_section}
+    environment.globals["table"] = _render_table
+    return environment.get_template(_TEMPLATE.name)
+
+
+def _escape(value: Any) -> str:
+    """A value as Markdown, numbers with six digits; None is empty."""
+    if isinstance(value, Markdown):
+        return value
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return number_words(value, 6)
+    return "" if value is None else to_markdown(str(value))
+
+
+def _code(text: str) -> Markdown:
+    return Markdown(f"`{to_markdown(text)}`")
+
+
+def _literal(text: str) -> Markdown:
+    """A text as Python and inside of a code block, which it cannot end."""
+    return Markdown(json.dumps(text).replace("`", "\\u0060"))
+
+
+def _render_table(head: Iterable[Any], rows: Iterable[Iterable[Any]]) -> Markdown:
+    names = list(map(_escape, head))
+    lines = [names, ["---"] * len(names), *(map(_escape, row) for row in rows)]
+    return Markdown("\n".join("| " + " | ".join(line) + " |" for line in lines))
+
+
+def _render_section(text: str, name: str) -> str:
+    """A section of the template between its marks; empty where nothing is below its heading."""
+    is_empty = text.strip().startswith("## ") and "\n" not in text.strip()
+    return "" if is_empty or not (marked := mark_section(name, text.strip())) else f"\n{marked}\n"
+
+
+def _read_conversations(chat: Conversations | None) -> dict[str, Any]:
+    """The splits of conversations, and their template as a block of code, which it cannot end."""
+    if chat is None:
+        return {}
+    fence = "`" * (1 + max(2, *map(len, re.findall("`+", chat.template)), 0))
+    splits = chat.splits.items()
+    chats = [[split, count, tokens, f"{trained / max(tokens, 1):.1%}"] for split, (count, tokens, trained) in splits]
+    return {"chats": chats, "template": Markdown(f"{fence}jinja\n{chat.template}\n{fence}")}
+
+
+def _read_results(metrics: Metrics) -> dict[str, Any]:
+    """Metrics with their intervals by split, their margins over what needs no model, and tables of slices."""
+    texts = {split: with_intervals(whole_metrics(values)) for split, values in metrics.items()}
+    names = sorted({name for values in texts.values() for name in values})
+    return {
+        "splits": list(texts),
+        "metrics": [[name, *(values.get(name) for values in texts.values())] for name in names],
+        "has_intervals": any(set(texts[split]) != set(whole_metrics(metrics[split])) for split in texts),
+        "margins": [[split, *row] for split, values in metrics.items() for row in compare_with_baselines(values)],
+        "slices": [
+            (split, column, table.with_intervals())
+            for split, values in metrics.items()
+            for column, table in slice_tables(values).items()
+        ],
+    }
 
 
 def tidy_metrics(metrics: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -218,217 +305,27 @@ def _describe_result(card: Card, split: str, values: Mapping[str, float]) -> dic
     return {"task": {"type": task, "name": "Evaluation"}, "dataset": dataset, "metrics": finite}
 
 
-def _render_results(card: Card) -> str:
-    """Metrics with their intervals, next to what needs no model, by slice, and as pictures; empty without metrics."""
-    texts = {split: with_intervals(whole_metrics(values)) for split, values in card.metrics.items()}
-    names = sorted({name for values in texts.values() for name in values})
-    if not names:
-        return ""
-    parts = ["## Results", *_render_margins(card.metrics)]
-    rows = [[to_markdown(name), *(values.get(name, "") for values in texts.values())] for name in names]
-    parts.append(_render_table(["metric", *map(to_markdown, texts)], rows))
-    if any(set(texts[split]) != set(whole_metrics(card.metrics[split])) for split in texts):
-        level = "" if card.confidence is None else f" of {card.confidence:.4g}"
-        parts.append(f"In brackets: the interval, by a bootstrap over the rows, with a probability{level}.")
-    parts += _render_slices(card.metrics)
-    for picture in card.pictures:
-        title = to_markdown(picture.title.replace("[", "(").replace("]", ")"))
-        parts += [f"### {to_markdown(picture.title)}", f"![{title}]({quote(picture.path)})", to_markdown(picture.note)]
-    for table in card.hardest:
-        parts.append(f"### Rows of {to_markdown(table.split)} that the model gets most wrong")
-        cells = [[_format_value(value) for value in row] for row in table.rows]
-        parts.append(_render_table([*map(to_markdown, table.columns)], cells))
-    return "\n\n".join(filter(None, parts))
-
-
-def _render_margins(metrics: Metrics) -> list[str]:
-    rows = [[split, *row] for split, values in metrics.items() for row in compare_with_baselines(values)]
-    if not rows:
-        return []
-    head = ["split", "metric", "the model", "without a model", "margin"]
-    table = _render_table(head, [list(map(to_markdown, row)) for row in rows])
-    return ["A margin above zero is in the model's favour.", table]
-
-
-def _render_slices(metrics: Metrics) -> list[str]:
-    parts = []
-    for split, values in metrics.items():
-        for column, slices in slice_tables(values).items():
-            table = slices.with_intervals()
-            rows = [[to_markdown(str(name)), *map(_format_value, cells)] for name, *cells in table.cells]
-            parts.append(f"### {to_markdown(split)} by {to_markdown(column)}")
-            parts.append(_render_table([to_markdown(column), *table.columns], rows))
-    return parts
-
-
-def _render_training(card: Card) -> str:
-    parts = []
-    if card.base_model:
-        revision = f" at revision `{to_markdown(card.base_revision)}`" if card.base_revision else ""
-        parts.append(f"Fine-tuned from `{to_markdown(card.base_model)}`{revision}.")
-    if card.rows:
-        parts.append(
-            _render_table(["split", "rows"], [[to_markdown(split), f"{rows:,}"] for split, rows in card.rows.items()])
-        )
-    facts = [
-        f"- {to_markdown(str(name))}: {_format_value(value)}" for name, value in card.facts.items() if value is not None
-    ]
-    if facts:
-        parts.append("\n".join(facts))
-    arguments = flatten_params(card.arguments)  # secrets masked, long values cut
-    if arguments:
-        rows = [[f"`{to_markdown(name)}`", to_markdown(value)] for name, value in sorted(arguments.items())]
-        parts.append(_render_table(["argument", "value"], rows))
-    if curve := _render_curve(card.curve):
-        parts.append(curve)
-    return "## Training\n\n" + "\n\n".join(parts) if parts else ""
-
-
-def _render_curve(entries: Sequence[Mapping[str, Any]]) -> str:
-    """The losses while training as a table of few rows, the last step included; empty without any."""
+def _read_curve(entries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The losses while training as a table of few rows, the last step included."""
     steps: dict[int, dict[str, float]] = {}
     for entry in entries:
         losses = {name: entry[name] for name in ("loss", "eval_loss") if isinstance(entry.get(name), int | float)}
         if losses and isinstance(entry.get("step"), int):
             steps.setdefault(entry["step"], {}).update(losses)
-    if not steps:
-        return ""
     ordered = sorted(steps)
     # Counted from the end, so that the last step is one of them.
     kept = sorted(set(ordered[:: -max(1, math.ceil(len(ordered) / _CURVE_ROWS))]))
     names = [name for name in ("loss", "eval_loss") if any(name in steps[step] for step in kept)]
-    rows = [[f"{step:,}", *(_format_value(steps[step].get(name)) for name in names)] for step in kept]
-    return _render_table(["optimizer step", *names], rows)
+    return {"losses": names, "curve": [[step, *(steps[step].get(name) for name in names)] for step in kept]}
 
 
-def _render_loading(card: Card) -> str:
-    """Code that loads the model by its own library, and that predicts with all of it, code included."""
-    parts = []
-    address = card.address or "."
-    if card.loader is not None:
-        library, loader = card.loader
-        name = address.removeprefix("hf://").partition("@")[0]
-        parts.append(
-            f"```python\nfrom {library} import {loader}\n\nmodel = {loader}.from_pretrained({_literal(name)})\n```"
-        )
-    if card.is_merged:
-        parts.append(
-            "The weights are those of the base model with the trained adapters merged in: they need no other model. "
-            f"`{ADAPTER}/` has the adapters as they were trained"
-            + (", which `load_model` puts on the base model." if card.code_digest is not None else ".")
-        )
-    if card.code_digest is not None:
-        columns = ", ".join(f"{_literal(name)}: {_render_example(kind)}" for name, kind in card.columns.items())
-        numpy = "import numpy as np\n" if "np." in columns else ""
-        parts.append(
-            f"```python\n{numpy}from trainer_lib import load_model\n\n"
-            "# The model's code is executed: read it below code/, then name the SHA-256 of what you have read.\n"
-            f'model = load_model({_literal(address)}, trust_code="{card.code_digest}")\n'
-            f"model.predict([{{{columns}}}])\n```"
-        )
-    if parts and address == ".":
-        parts.append('Run it in the folder of this revision, or name that folder in place of ".".')
-    return "\n\n".join(parts)
-
-
-def _render_conversations(card: Card) -> str:
-    """The needs of a conversation with the model, and its training data; empty for a model of another kind."""
-    chat = card.conversations
-    if chat is None:
-        return ""
-    rows = [
-        [to_markdown(split), f"{count:,}", f"{tokens:,}", f"{trained / max(tokens, 1):.1%}"]
-        for split, (count, tokens, trained) in chat.splits.items()
-    ]
-    shapes = ", ".join(f"{count:,} in the shape {to_markdown(shape)}" for shape, count in chat.shapes.items())
-    fence = "`" * (1 + max(2, *map(len, re.findall("`+", chat.template)), 0))
-    parts = ["## Conversations", _render_chat(card)]
-    parts += [_render_table(["split", "conversations", "tokens", "trained"], rows), f"Conversations: {shapes}."]
-    parts += [f"System prompt: {to_markdown(chat.system)}"] if chat.system else []
-    parts.append(f"Chat template:\n\n{fence}jinja\n{chat.template}\n{fence}")
-    return "\n\n".join(filter(None, parts))
-
-
-def _render_chat(card: Card) -> str:
-    """Code that talks with the model; empty where its tokenizer is not published."""
-    chat = card.conversations
-    if card.loader is None or chat is None or chat.tokenizer is None:
-        return ""
-    loader = "AutoModelForCausalLM" if card.loader[0] == "transformers" else "AutoPeftModelForCausalLM"
-    place = _literal((card.address or ".").removeprefix("hf://").partition("@")[0])
-    return (
-        f"```python\nfrom {card.loader[0]} import {loader}\nfrom transformers import AutoTokenizer\n\n"
-        f"tokenizer = AutoTokenizer.from_pretrained({place}, subfolder={_literal(chat.tokenizer)})\n"
-        f"model = {loader}.from_pretrained({place})\n"
-        'turns = [{"role": "user", "content": "Hello!"}]\n'
-        'form = {"add_generation_prompt": True, "return_dict": True, "return_tensors": "pt"}\n'
-        "asked = tokenizer.apply_chat_template(turns, **form)\n"
-        'answer = model.generate(**asked, max_new_tokens=256)[0, asked["input_ids"].shape[1] :]\n'
-        "print(tokenizer.decode(answer, skip_special_tokens=True))\n```"
-    )
-
-
-def _literal(text: str) -> str:
-    """A text as Python and inside of a code block, which it cannot end."""
-    return json.dumps(text).replace("`", "\\u0060")
-
-
-def _render_example(kind: str) -> str:
+def _example(kind: str) -> str:
     """A value of a column's type, as Python: zeros, which show nothing of the data."""
     dtype, bracket, inside = kind.removesuffix("]").partition("[")
     shape = [int(size) if size.strip().isdigit() else 1 for size in inside.split(",")] if bracket else []
     if math.prod(shape) > _LITERAL_VALUES:
         return f"np.zeros({tuple(shape)}, {dtype!r})".replace("'", '"')
     return json.dumps(example_row({"": kind})[""]).replace("false", "False") if kind != "bytes" else 'b""'
-
-
-def _render_weights(card: Card) -> str:
-    weights = [entry.path for entry in card.files if entry.path.endswith(".safetensors")]
-    weights.sort(key=lambda path: path.startswith(f"{ADAPTER}/"))  # merged weights before their adapters
-    if not weights:
-        return ""
-    return (
-        "The weights alone:\n\n```python\nfrom safetensors.torch import load_file\n\n"
-        f"state_dict = load_file({_literal(weights[0])})  # no pickle is involved\n```"
-    )
-
-
-def _render_provenance(card: Card) -> str:
-    parts = ["## Provenance\n\nEvery file can be traced to the data and the code it was made from."]
-    if card.data_digest:
-        parts.append(f"Training data: sha256 `{card.data_digest}`.")
-    if card.sources:
-        rows = [[to_markdown(mask(name)), f"`{to_markdown(digest)}`"] for name, digest in card.sources.items()]
-        parts.append(_render_table(["source of the data", "digest"], rows))
-    stages = [
-        [to_markdown(stage), f"`{key}`", f"`{card.stage_digests.get(stage, '')}`"]
-        for stage, key in card.stage_keys.items()
-    ]
-    if stages:
-        parts.append(_render_table(["stage", "content key", "content digest"], stages))
-    if card.files:
-        rows = [[f"`{to_markdown(entry.path)}`", f"{entry.size:,}", f"`{entry.sha256}`"] for entry in card.files]
-        parts.append(_render_table(["file", "bytes", "sha256"], rows))
-    if card.versions:
-        parts.append(
-            "Versions: " + ", ".join(to_markdown(f"{name} {version}") for name, version in card.versions.items()) + "."
-        )
-    return "\n\n".join(parts)
-
-
-def _render_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown, as its cells are."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
-def _format_value(value: Any) -> str:
-    """A value of a cell, with six digits; None is an empty one."""
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return to_markdown(str(value))
-    return number_words(value, 6)
 
 
 def _title(card: Card) -> str:

@@ -135,7 +135,7 @@ def test_names_of_strangers_are_neither_markup_nor_control_characters(odd: str) 
     card = replace(
         CARD,
         title=odd,
-        metrics={"test": {odd: 0.5, f"{odd}_over_majority": 0.1}, odd: {"loss": 1.0}},
+        metrics={"test": {odd: 0.5, f"{odd}_over_majority": 0.1, f"{odd}/sex/{odd}": 1.0}, odd: {"loss": 1.0}},
         columns={odd: "int64"},
         rows={odd: 3},
         facts={odd: odd},
