@@ -148,11 +148,9 @@ class Evaluations:
             problem = str(error)
         except (KeyError, TypeError, AttributeError, ConfigError):
             problem = "a field is missing, or of another type"
-        raise DamagedError(
-            f"The record of an evaluation is damaged: {problem}.",
-            field=f"{self._folder.url}/{name}",
-            remedy="Delete the file: its checkpoint is then evaluated again.",
-        )
+        what = f"The record of an evaluation is damaged: {problem}."
+        remedy = "Delete the file: its checkpoint is then evaluated again."
+        raise DamagedError(what, field=f"{self._folder.url}/{name}", remedy=remedy)
 
 
 def _id_of(checkpoint: str, content: str) -> str:
@@ -183,12 +181,9 @@ class Standard:
         """Raise ConfigError when the spec chooses by a metric that an evaluation did not give."""
         names = [name for name in metrics if name.startswith("eval_")]
         if self.is_chosen and self.metric not in names:
-            raise ConfigError(
-                f"The evaluation gave only {', '.join(names)}.",
-                field="train.args.metric_for_best_model",
-                value=self.metric,
-                remedy="Name one of them.",
-            )
+            what = f"The evaluation gave only {', '.join(names)}."
+            remedy = "Name one of them."
+            raise ConfigError(what, field="train.args.metric_for_best_model", value=self.metric, remedy=remedy)
 
     def choose(self, evaluations: Iterable[Evaluation]) -> Evaluation | None:
         """The best; of equal ones the earliest. None when none has a finite value."""

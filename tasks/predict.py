@@ -54,12 +54,9 @@ def _predict_parts(
     split = request.data.splits.get(request.split) or PreparedSplit(0)  # the worker names a split that is not there
     parts = split_parts(attempt.store, request.split, rows=split.rows, rows_per_file=request.rows_per_file)
     if split.rows > MOST_FILES * request.rows_per_file:
-        raise ConfigError(
-            f"The predictions would be more than {MOST_FILES:,} files.",
-            field="predict.rows_per_file",
-            value=request.rows_per_file,
-            remedy=f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {counted(split.rows, 'row')}.",
-        )
+        what = f"The predictions would be more than {MOST_FILES:,} files."
+        remedy = f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {counted(split.rows, 'row')}."
+        raise ConfigError(what, field="predict.rows_per_file", value=request.rows_per_file, remedy=remedy)
     parts.forget_damaged()
     launch_shared(request, settings, context, attempt)
     files = tuple(part.entry for part in parts.collect())

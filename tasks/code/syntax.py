@@ -32,12 +32,8 @@ def parse_file(path: Path, field: str) -> ast.Module:
             )
         return _parse(path.read_bytes(), str(path))
     except SyntaxError as error:
-        raise ConfigError(
-            f"The file is not valid Python: {error.msg} (line {error.lineno}).",
-            field=field,
-            value=str(path),
-            remedy="Correct the file.",
-        ) from error
+        what = f"The file is not valid Python: {error.msg} (line {error.lineno})."
+        raise ConfigError(what, field=field, value=str(path), remedy="Correct the file.") from error
     # A null byte, and an expression nested deeper than the parser goes.
     except (ValueError, RecursionError, MemoryError) as error:
         raise ConfigError(

@@ -77,12 +77,9 @@ def refuse_project_modules(calls: Iterable[MetricCall], folders: Iterable[Path])
     for call in calls:
         top = "" if call.module is None else call.module.partition(".")[0]
         if top and any((folder / top).is_dir() or (folder / f"{top}.py").is_file() for folder in places):
-            raise ConfigError(
-                "This module belongs to the project, and metrics by name are those of installed packages.",
-                field=FIELD,
-                value=call.name,
-                remedy="Import it in the recipe, and call it in compute_metrics: then a changed one is measured again.",
-            )
+            what = "This module belongs to the project, and metrics by name are those of installed packages."
+            remedy = "Import it in the recipe, and call it in compute_metrics: then a changed one is measured again."
+            raise ConfigError(what, field=FIELD, value=call.name, remedy=remedy)
 
 
 @functools.cache

@@ -288,12 +288,8 @@ def _store_files(source: str, field: str) -> list[tuple[str, str]]:
         return [(info.path, f"{info.size} {store.digest(info.path)}") for info in files]
     untagged = [info.path for info in files if info.tag is None]
     if untagged:
-        raise ConfigError(
-            f"The store gives no content tag for {untagged[0]}.",
-            field=field,
-            value=source,
-            remedy="Download it to a folder and declare that.",
-        )
+        what = f"The store gives no content tag for {untagged[0]}."
+        raise ConfigError(what, field=field, value=source, remedy="Download it to a folder and declare that.")
     return [(info.path, f"{info.size} {info.tag}") for info in files]
 
 

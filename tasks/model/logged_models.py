@@ -241,9 +241,6 @@ def _find_parts(assets: tuple[FileEntry, ...], url: str) -> Iterator[tuple[str, 
 
 
 def _refuse(what: str, url: str) -> ConfigError:
-    return ConfigError(
-        f"{what} MLflow's flavor of transformers cannot load {url}.",
-        field="register.flavor",
-        value=TRANSFORMERS,
-        remedy="Remove register.flavor: mlflow.pyfunc.load_model and load_model take the version without it.",
-    )
+    message = f"{what} MLflow's flavor of transformers cannot load {url}."
+    remedy = "Remove register.flavor: mlflow.pyfunc.load_model and load_model take the version without it."
+    return ConfigError(message, field="register.flavor", value=TRANSFORMERS, remedy=remedy)

@@ -96,12 +96,9 @@ def _require_same_model(config: PublishConfig, context: StageContext, model: Sta
     built = code.reach(("build_model",)).digests.keys() & known.keys()
     changed = sorted(label for label in built if known[label] not in [digests.get(label) for digests in now])
     if changed:
-        raise CodeError(
-            f"Code that builds the model changed after it was trained: {', '.join(changed)}.",
-            field="recipe",
-            value=config.recipe or context.recipe,
-            remedy="Run the same command again: it trains the changed model. Or put the code back.",
-        )
+        what = f"Code that builds the model changed after it was trained: {', '.join(changed)}."
+        remedy = "Run the same command again: it trains the changed model. Or put the code back."
+        raise CodeError(what, field="recipe", value=config.recipe or context.recipe, remedy=remedy)
 
 
 def refuse_tokens(code: Mapping[str, bytes]) -> None:
@@ -109,12 +106,9 @@ def refuse_tokens(code: Mapping[str, bytes]) -> None:
     for name, content in sorted(code.items()):
         for number, line in enumerate(content.decode(errors="replace").splitlines(), 1):
             if holds_token(line):
-                raise ConfigError(
-                    "The code would be published with the model, and this line holds a token or a password.",
-                    field="publish.code",
-                    value=f"{name}:{number}",
-                    remedy="Read it from an environment variable, or set publish.code=false.",
-                )
+                what = "The code would be published with the model, and this line holds a token or a password."
+                remedy = "Read it from an environment variable, or set publish.code=false."
+                raise ConfigError(what, field="publish.code", value=f"{name}:{number}", remedy=remedy)
 
 
 def asset_sources(description: ModelDescription, data: StageManifest[PrepareFacts]) -> dict[str, Source]:

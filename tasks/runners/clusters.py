@@ -49,12 +49,9 @@ def require_api(hosts: Sequence[str]) -> None:
 def unreachable_api(hosts: Sequence[str] = ()) -> ConfigError:
     """Return the error of machines, `hosts` where they are known, that do not reach Prefect's API."""
     where = f" from {', '.join(sorted(hosts)[:3])}" if hosts else ""
-    return ConfigError(
-        f"Prefect's API cannot be reached{where}, and each worker of a runner is a task of Prefect.",
-        field="PREFECT_API_URL",
-        value=PREFECT_API_URL.value(),
-        remedy="Start a Prefect server that all machines reach, and set PREFECT_API_URL to it for this command.",
-    )
+    what = f"Prefect's API cannot be reached{where}, and each worker of a runner is a task of Prefect."
+    remedy = "Start a Prefect server that all machines reach, and set PREFECT_API_URL to it for this command."
+    return ConfigError(what, field="PREFECT_API_URL", value=PREFECT_API_URL.value(), remedy=remedy)
 
 
 @contextlib.contextmanager
@@ -63,9 +60,6 @@ def no_cluster(kind: str, address: str | None, section: str, errors: tuple[type[
     try:
         yield
     except errors as error:
-        raise ConfigError(
-            f"The {kind} cluster cannot be used: {first_line(error).rstrip('.')}.",
-            field=f"{section}.runner.address",
-            value=address or "unset",
-            remedy="Give the address of a cluster that runs, with the versions of Python and packages of this machine.",
-        ) from error
+        what = f"The {kind} cluster cannot be used: {first_line(error).rstrip('.')}."
+        remedy = "Give the address of a cluster that runs, with the versions of Python and packages of this machine."
+        raise ConfigError(what, field=f"{section}.runner.address", value=address or "unset", remedy=remedy) from error

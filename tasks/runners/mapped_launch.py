@@ -113,11 +113,9 @@ class _Mapped:
             if should_cancel():
                 self._stop()
             if not self._started and time.monotonic() - start > self._config.join_timeout_s:
-                raise InfrastructureError(
-                    f"No worker of the cluster has started within {self._config.join_timeout_s:.0f} s.",
-                    field="train.launch.join_timeout_s",
-                    remedy="See whether the cluster has workers that are free, or wait longer.",
-                )
+                what = f"No worker of the cluster has started within {self._config.join_timeout_s:.0f} s."
+                remedy = "See whether the cluster has workers that are free, or wait longer."
+                raise InfrastructureError(what, field="train.launch.join_timeout_s", remedy=remedy)
             self._look()
             time.sleep(POLL_S)
         self._look()  # what the last of them has reported
@@ -181,11 +179,9 @@ def _explain(error: Exception) -> TrainflowError:
     if isinstance(error, TrainflowError):
         return error
     if isinstance(error, ImportError | AttributeError):
-        return ConfigError(
-            f"A machine of the cluster cannot import what this one sends: {first_line(error)}.",
-            field="prepare.runner",
-            remedy="Use the same Python environment, with trainflow in it, on all machines.",
-        )
+        what = f"A machine of the cluster cannot import what this one sends: {first_line(error)}."
+        remedy = "Use the same Python environment, with trainflow in it, on all machines."
+        return ConfigError(what, field="prepare.runner", remedy=remedy)
     if "Failed to reach API" in str(error):
         return unreachable_api()
     return InfrastructureError(

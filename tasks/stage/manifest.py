@@ -140,12 +140,8 @@ class StageManifest(Generic[F]):
         """This manifest, known to hold facts of `kind`. Raises ConfigError for that of another stage."""
         if not isinstance(self.facts, kind):
             needed = next((name for name, known in StageFacts.by_stage.items() if known is kind), kind.__name__)
-            raise ConfigError(
-                f"The manifest of {needed} is needed here.",
-                field=needed,
-                value=self.stage,
-                remedy="Pass on what that stage returned.",
-            )
+            what = f"The manifest of {needed} is needed here."
+            raise ConfigError(what, field=needed, value=self.stage, remedy="Pass on what that stage returned.")
         return cast("StageManifest[G]", self)
 
     def store(self) -> Store:

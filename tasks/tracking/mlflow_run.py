@@ -218,12 +218,9 @@ def default_tracking_uri(storage: Store) -> str:
 def tracking_uri(config: TrackingConfig, storage: Store) -> str:
     """The server of a spec: `tracking.uri`, else `default_tracking_uri`. Raises ConfigError for a password in it."""
     if config.uri and mask(config.uri) != config.uri:
-        raise ConfigError(
-            "A spec holds no credentials: it is stored with every run.",
-            field="tracking.uri",
-            value=mask(config.uri),
-            remedy="Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD.",
-        )
+        what = "A spec holds no credentials: it is stored with every run."
+        remedy = "Set MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD."
+        raise ConfigError(what, field="tracking.uri", value=mask(config.uri), remedy=remedy)
     return config.uri or default_tracking_uri(storage)
 
 

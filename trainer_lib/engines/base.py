@@ -58,11 +58,9 @@ def read_member(text: str, **changes: Any) -> Job:
 
 def no_gpus_asked(machines: int) -> ConfigError:
     """The workers would see no GPU of the machines that have some, and train on the CPU without a word."""
-    return ConfigError(
-        f"{machines} machine(s) of the cluster have GPUs, and none is asked for, so the workers would see none.",
-        field="train.launch.engine_options.gpus",
-        remedy="Ask for those of each machine (engine_options.gpus=8), or train on the CPU (train.args.use_cpu=true).",
-    )
+    what = f"{machines} machine(s) of the cluster have GPUs, and none is asked for, so the workers would see none."
+    remedy = "Ask for those of each machine (engine_options.gpus=8), or train on the CPU (train.args.use_cpu=true)."
+    return ConfigError(what, field="train.launch.engine_options.gpus", remedy=remedy)
 
 
 @dataclass(frozen=True)

@@ -101,11 +101,9 @@ def _follow(given: argparse.Namespace) -> None:
         if _stopped.is_set():
             raise Interrupted("The machine was asked to stop.")
         if time.monotonic() > deadline:
-            raise InfrastructureError(
-                f"The leading machine gave no address within {config.join_timeout_s:.0f} s.",
-                field="train.launch.join_timeout_s",
-                remedy="Wait longer, or look at what the leading machine has written.",
-            )
+            what = f"The leading machine gave no address within {config.join_timeout_s:.0f} s."
+            remedy = "Wait longer, or look at what the leading machine has written."
+            raise InfrastructureError(what, field="train.launch.join_timeout_s", remedy=remedy)
         time.sleep(0.05)
     config = replace(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
     follow(config, on_line=lambda line: _report(line=line), should_cancel=_stopped.is_set)

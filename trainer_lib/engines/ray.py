@@ -142,12 +142,9 @@ class Ray:
 
     def _unreachable(self, address: str, reason: str) -> ConfigError:
         versions = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"
-        return ConfigError(
-            f"The Ray cluster cannot be used from this machine: {reason}.",
-            field="train.launch.address",
-            value=address,
-            remedy=f"Run the command on a machine of a cluster that has {versions} everywhere, with its token.",
-        )
+        what = f"The Ray cluster cannot be used from this machine: {reason}."
+        remedy = f"Run the command on a machine of a cluster that has {versions} everywhere, with its token."
+        return ConfigError(what, field="train.launch.address", value=address, remedy=remedy)
 
     def _wait_for_machines(self) -> State:
         """Ask for a group as soon as there are machines for it."""
@@ -304,21 +301,15 @@ class Ray:
 
     def _not_installed(self, error: Any) -> ConfigError:
         last = str(error).strip().splitlines()[-1].strip().rstrip(".")
-        return ConfigError(
-            f"A machine of the cluster cannot load trainflow's agent: {last}.",
-            field="train.launch.engine",
-            value="ray",
-            remedy="Install the same trainflow, with its extra ray, on every machine of the cluster.",
-            details=str(error),
-        )
+        what = f"A machine of the cluster cannot load trainflow's agent: {last}."
+        remedy = "Install the same trainflow, with its extra ray, on every machine of the cluster."
+        return ConfigError(what, field="train.launch.engine", value="ray", remedy=remedy, details=str(error))
 
     def _lost(self, index: int | None) -> TrainflowError:
         host = "of an agent" if index is None or not self._places else self._places[index]["host"]
-        return InfrastructureError(
-            f"The machine {host} was lost: its agent does not answer.",
-            field="train.launch.nodes",
-            remedy="The same command continues from the last save, on the machines that are left.",
-        )
+        what = f"The machine {host} was lost: its agent does not answer."
+        remedy = "The same command continues from the last save, on the machines that are left."
+        return InfrastructureError(what, field="train.launch.nodes", remedy=remedy)
 
     def _preempted(self) -> TrainflowError:
         where = "a machine" if self._drained is None else f"the machine {self._drained}"

@@ -356,12 +356,9 @@ def _base(job: Job) -> Path:
         return expand_home(str(folder)) / f"trainflow-{digest}"
     if store.is_local:
         return store.local_path() / "attempts" / "slurm"
-    raise errors.ConfigError(
-        "Slurm writes what a job prints into a folder, and the storage is not one.",
-        field="train.launch.engine_options.folder",
-        value="none",
-        remedy="Name a folder that all machines of the cluster see.",
-    )
+    what = "Slurm writes what a job prints into a folder, and the storage is not one."
+    remedy = "Name a folder that all machines of the cluster see."
+    raise errors.ConfigError(what, field="train.launch.engine_options.folder", value="none", remedy=remedy)
 
 
 def _exit_code(row: Row) -> int:

@@ -424,11 +424,9 @@ def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], 
     try:
         head = parse_yaml(parts[1])
     except YamlProblem as problem:
-        raise ConfigError(
-            f"The head of the model card that is published there is not YAML: {problem}",
-            field=field,
-            remedy="Correct the lines between --- there, then publish again.",
-        ) from problem
+        what = f"The head of the model card that is published there is not YAML: {problem}"
+        remedy = "Correct the lines between --- there, then publish again."
+        raise ConfigError(what, field=field, remedy=remedy) from problem
     return (head if isinstance(head, dict) else {}), parts[2]
 
 

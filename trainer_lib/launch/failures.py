@@ -205,13 +205,9 @@ def _silent_workers(run_dir: RunDir, recorded: set[int], code: int) -> list[dict
 
 def _lost_machine(machine: dict[str, Any], ending: Ending) -> TrainflowError:
     when = "" if ending.step is None else f" at step {ending.step}"
-    return InfrastructureError(
-        f"The machine {machine['host']} was lost{when}: there was no sign of life for {machine['silent_s']:.0f} s.",
-        field="train.launch.nodes",
-        step=ending.step,
-        remedy="Start `trainflow join` there again; the same command continues from the last save.",
-        details=ending.tail,
-    )
+    what = f"The machine {machine['host']} was lost{when}: there was no sign of life for {machine['silent_s']:.0f} s."
+    remedy = "Start `trainflow join` there again; the same command continues from the last save."
+    return InfrastructureError(what, field="train.launch.nodes", step=ending.step, remedy=remedy, details=ending.tail)
 
 
 def _silent_rank(rank: int, code: int, ending: Ending, host: str | None, killed_for_memory: bool) -> TrainflowError:

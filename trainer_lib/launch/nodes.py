@@ -82,11 +82,9 @@ def follow(
     if ending.cancelled:
         raise Interrupted("Cancelled.", remedy="The same command joins again.")
     if outcome is None:
-        raise InfrastructureError(
-            f"This machine's agent ended with exit code {ending.code}.",
-            remedy="The same command joins again; the last lines are in the details (--debug).",
-            details=ending.tail,
-        )
+        what = f"This machine's agent ended with exit code {ending.code}."
+        remedy = "The same command joins again; the last lines are in the details (--debug)."
+        raise InfrastructureError(what, remedy=remedy, details=ending.tail)
     if outcome["record"] is not None:
         raise from_record(outcome["record"])
 

@@ -279,12 +279,9 @@ def _typed_if_full(run_dir: RunDir | None = None) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         place = tempfile.gettempdir()
-        raise StorageFullError(
-            f"The files of a run need {_RESERVE_BYTES:,} bytes, {shutil.disk_usage(place).free:,} are free.",
-            field="TMPDIR",
-            value=place,
-            remedy="Free space there, or set TMPDIR to a folder on another disk.",
-        ) from error
+        what = f"The files of a run need {_RESERVE_BYTES:,} bytes, {shutil.disk_usage(place).free:,} are free."
+        remedy = "Free space there, or set TMPDIR to a folder on another disk."
+        raise StorageFullError(what, field="TMPDIR", value=place, remedy=remedy) from error
 
 
 def read_process(path: Path) -> Process | None:
@@ -304,12 +301,9 @@ def _private_base() -> Path:
     found = base.lstat()
     # Another user may have made the folder first, to read our requests or to lead our files elsewhere.
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != user or found.st_mode & 0o077:
-        raise ConfigError(
-            "The folder for run files is not private to this user.",
-            field="TMPDIR",
-            value=str(base),
-            remedy="Remove it (or chmod 700 it if it is yours), or set TMPDIR to a folder of your own.",
-        )
+        what = "The folder for run files is not private to this user."
+        remedy = "Remove it (or chmod 700 it if it is yours), or set TMPDIR to a folder of your own."
+        raise ConfigError(what, field="TMPDIR", value=str(base), remedy=remedy)
     return base
 
 
@@ -359,10 +353,6 @@ def read_engine_files(run_dir: RunDir) -> tuple[LaunchConfig, dict[str, Any], li
     """Read the settings, the request, the names of the variables, and whether others work on the same output."""
     settings, request = run_dir.read_json(_ENGINE_SETTINGS), run_dir.read_json("request.json")
     if settings is None or request is None:
-        raise ConfigError(
-            "The folder does not hold a launch of an engine.",
-            field="run dir",
-            value=str(run_dir.path),
-            remedy="Start through trainflow.",
-        )
+        what = "The folder does not hold a launch of an engine."
+        raise ConfigError(what, field="run dir", value=str(run_dir.path), remedy="Start through trainflow.")
     return from_settings(settings["config"]), request, settings["variables"], settings["shared"]

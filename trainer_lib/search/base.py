@@ -101,11 +101,9 @@ def default_compute_objective(metrics: Mapping[str, float]) -> float:
     if scores:
         return sum(scores.values())
     if loss is None:
-        raise ConfigError(
-            "The evaluation returned neither a loss nor a metric.",
-            field="compute_objective",
-            remedy="Give labels, compute_metrics, or a compute_objective.",
-        )
+        what = "The evaluation returned neither a loss nor a metric."
+        remedy = "Give labels, compute_metrics, or a compute_objective."
+        raise ConfigError(what, field="compute_objective", remedy=remedy)
     return loss
 
 
@@ -132,12 +130,8 @@ def parse_objective(given: Any, wanted: int) -> list[float]:
         numbers = []
     if len(numbers) != wanted:
         what = "a number" if wanted == 1 else f"{wanted} numbers, one per direction"
-        raise ConfigError(
-            f"The function did not return {what}.",
-            field="compute_objective",
-            value=str(given),
-            remedy=f"Return {what}.",
-        )
+        message = f"The function did not return {what}."
+        raise ConfigError(message, field="compute_objective", value=str(given), remedy=f"Return {what}.")
     return numbers
 
 

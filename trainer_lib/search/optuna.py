@@ -90,18 +90,13 @@ class OptunaSearch:
                     "This option does not exist.", field=name, remedy=suggestion(name, (*_STUDY, *_RUNNING))
                 )
         if self._options.get("n_jobs", 1) != 1:
-            raise ConfigError(
-                "One Trainer trains one trial at a time.",
-                field="n_jobs",
-                value=self._options["n_jobs"],
-                remedy="Start the search several times on one storage, with load_if_exists=True.",
-            )
+            what = "One Trainer trains one trial at a time."
+            remedy = "Start the search several times on one storage, with load_if_exists=True."
+            raise ConfigError(what, field="n_jobs", value=self._options["n_jobs"], remedy=remedy)
         if self._options.get("catch") and self._comm.world_size > 1:
-            raise ConfigError(
-                "An error of one process cannot be caught while the others train on.",
-                field="catch",
-                remedy="Remove it; trials whose loss is not finite are recorded as failed anyway.",
-            )
+            what = "An error of one process cannot be caught while the others train on."
+            remedy = "Remove it; trials whose loss is not finite are recorded as failed anyway."
+            raise ConfigError(what, field="catch", remedy=remedy)
         require_end(self._settings, "timeout")
 
     def run(self) -> BestRun | list[BestRun]:
@@ -154,19 +149,13 @@ class OptunaSearch:
                 options["storage"] = self._storage = optuna.storages.RDBStorage(options["storage"])
             self._study = optuna.create_study(directions=self._settings.directions, **options)
         except optuna.exceptions.DuplicatedStudyError:
-            raise ConfigError(
-                "A study of this name is in the storage already.",
-                field="study_name",
-                value=options.get("study_name"),
-                remedy="Give load_if_exists=True to continue it, or another name.",
-            ) from None
+            what = "A study of this name is in the storage already."
+            remedy = "Give load_if_exists=True to continue it, or another name."
+            raise ConfigError(what, field="study_name", value=options.get("study_name"), remedy=remedy) from None
         except (ImportError, OSError, ValueError, optuna.exceptions.OptunaError, SQLAlchemyError) as error:
-            raise ConfigError(
-                f"The study cannot be opened: {' '.join(str(error).split())}",
-                field="storage",
-                value=type(error).__name__,
-                remedy='Give a database URL such as "sqlite:///search.db".',
-            ) from error
+            what = f"The study cannot be opened: {' '.join(str(error).split())}"
+            remedy = 'Give a database URL such as "sqlite:///search.db".'
+            raise ConfigError(what, field="storage", value=type(error).__name__, remedy=remedy) from error
         if options.get("sampler") is None:
             self._study.sampler = self._seeded_sampler()
         if options.get("load_if_exists"):
@@ -288,11 +277,9 @@ class OptunaSearch:
             return None
         trials, complete = self._study.get_trials(), self._optuna.trial.TrialState.COMPLETE
         if not any(trial.state == complete for trial in trials):
-            raise ConfigError(
-                f"None of {len(trials)} trials was completed: all failed or were pruned.",
-                field="hp_space",
-                remedy="Narrow the ranges; every failure was logged as a warning.",
-            ) from self._failure
+            what = f"None of {len(trials)} trials was completed: all failed or were pruned."
+            remedy = "Narrow the ranges; every failure was logged as a warning."
+            raise ConfigError(what, field="hp_space", remedy=remedy) from self._failure
         several = len(self._settings.directions) > 1
         best = self._study.best_trials if several else [self._study.best_trial]
         return {

@@ -242,23 +242,15 @@ class RaySearch:
         except AttributeError as error:
             if "suggest_" not in str(error):
                 raise
-            raise ConfigError(
-                "Ray Tune gives no trial to suggest values with.",
-                field="hp_space",
-                value=first_line(error),
-                remedy=_REMEDY,
-            ) from None
+            what = "Ray Tune gives no trial to suggest values with."
+            raise ConfigError(what, field="hp_space", value=first_line(error), remedy=_REMEDY) from None
         if not isinstance(space, Mapping):
             json_values(space, _REMEDY)  # refuses it
         for name, value in space.items():
             self._runner.check_names({str(name): value if _is_json(value) else type(value).__name__})
             if not _is_space(value):
-                raise ConfigError(
-                    "The value is neither a space of ray.tune nor JSON.",
-                    field=f"hp_space.{name}",
-                    value=type(value).__name__,
-                    remedy=_REMEDY,
-                )
+                what = "The value is neither a space of ray.tune nor JSON."
+                raise ConfigError(what, field=f"hp_space.{name}", value=type(value).__name__, remedy=_REMEDY)
         return dict(space)
 
     def _read_scheduler(self) -> Any:
@@ -268,20 +260,13 @@ class RaySearch:
             return scheduler
         name = type(scheduler).__name__
         if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "no":
-            raise ConfigError(
-                f"{name} compares trials while they train, and none evaluates before its end.",
-                field="eval_strategy",
-                value="no",
-                remedy='Set it to "steps" or "epoch", or give no scheduler.',
-            )
+            what = f"{name} compares trials while they train, and none evaluates before its end."
+            remedy = 'Set it to "steps" or "epoch", or give no scheduler.'
+            raise ConfigError(what, field="eval_strategy", value="no", remedy=remedy)
         kinds = tuple(getattr(tune.schedulers, kind) for kind in _NEEDS_SAVES)
         if isinstance(scheduler, kinds) and str(getattr(args.save_strategy, "value", args.save_strategy)) == "no":
-            raise ConfigError(
-                f"{name} has trials continue from checkpoints, and none is saved.",
-                field="save_strategy",
-                value="no",
-                remedy="Save as often as trials are evaluated.",
-            )
+            what = f"{name} has trials continue from checkpoints, and none is saved."
+            raise ConfigError(what, field="save_strategy", value="no", remedy="Save as often as trials are evaluated.")
         return scheduler
 
     def _check_resources(self) -> Any:
@@ -382,12 +367,9 @@ def _give_objective(field: str, thing: Any, mode: str) -> None:
             continue
         metric, direction = part._metric or OBJECTIVE, part._mode or mode
         if metric == OBJECTIVE and direction != mode:
-            raise ConfigError(
-                f"It looks for the other end of the objective than the search, whose direction makes it {mode}.",
-                field=field,
-                value=f"mode={direction}",
-                remedy='Give direction="minimize" for min, "maximize" for max.',
-            )
+            what = f"It looks for the other end of the objective than the search, whose direction makes it {mode}."
+            remedy = 'Give direction="minimize" for min, "maximize" for max.'
+            raise ConfigError(what, field=field, value=f"mode={direction}", remedy=remedy)
         if field == "scheduler":
             part.set_search_properties(None if part._metric else metric, None if part._mode else direction)
         else:
@@ -437,12 +419,9 @@ def _cluster() -> Iterator[None]:
             socket.create_connection((host, int(port)), timeout=10.0).close()
         ray.init(address, configure_logging=False, **own)
     except (ConnectionError, RuntimeError, ValueError, OSError, ray.exceptions.RayError) as error:
-        raise ConfigError(
-            f"The Ray cluster cannot be used from this machine: {first_line(error).rstrip('.')}.",
-            field="RAY_ADDRESS",
-            value=address,
-            remedy="Run the script on a machine of the cluster, with its token; or unset it for one of this machine.",
-        ) from error
+        what = f"The Ray cluster cannot be used from this machine: {first_line(error).rstrip('.')}."
+        remedy = "Run the script on a machine of the cluster, with its token; or unset it for one of this machine."
+        raise ConfigError(what, field="RAY_ADDRESS", value=address, remedy=remedy) from error
     try:
         yield
     finally:

@@ -139,11 +139,8 @@ def find_place(output: str, trial: str, name: str, values: Mapping[str, Any], po
     saved = list_checkpoints(_child(output, pointer["folder"]))
     found = [checkpoint for checkpoint in saved if checkpoint.step >= pointer["step"]]
     if not found:
-        raise ConfigError(
-            f"The checkpoint that trial {trial} is to start from was removed.",
-            field="save_total_limit",
-            remedy="Keep more checkpoints.",
-        )
+        what = f"The checkpoint that trial {trial} is to start from was removed."
+        raise ConfigError(what, field="save_total_limit", remedy="Keep more checkpoints.")
     # The same beginning has the same folder: a trial that is started again continues there.
     origin = json.dumps([pointer["folder"], pointer["step"], values], sort_keys=True)
     digest = hashlib.sha256(origin.encode()).hexdigest()[:8]

@@ -198,20 +198,13 @@ class TrialRunner:
         names, init = field_map(self._trainer.args), self._trainer.model_init
         for name, value in values.items():
             if name in _FIXED:
-                raise ConfigError(
-                    "This argument cannot change from trial to trial.",
-                    field=f"hp_space.{name}",
-                    value=value,
-                    remedy="Remove it.",
-                )
+                what = "This argument cannot change from trial to trial."
+                raise ConfigError(what, field=f"hp_space.{name}", value=value, remedy="Remove it.")
             known = name in names or name in compat.OLD_NAMES
             if not known and (init is None or not self._takes_trial(init)):
-                raise ConfigError(
-                    "The name is not an argument, and model_init does not take the trial.",
-                    field=f"hp_space.{name}",
-                    value=value,
-                    remedy=suggestion(name, names, listing=False),
-                )
+                what = "The name is not an argument, and model_init does not take the trial."
+                remedy = suggestion(name, names, listing=False)
+                raise ConfigError(what, field=f"hp_space.{name}", value=value, remedy=remedy)
 
 
 _WHY_NOT = {

@@ -404,12 +404,9 @@ class TensorBoardTracker:
         if folder is not None:
             store = Store.open(folder, field="logging_dir")
             if not store.is_local:
-                raise ConfigError(
-                    "The folder is not local, and TensorBoard appends to its event files.",
-                    field="logging_dir",
-                    value=store.url,
-                    remedy="Give logging_dir a local folder, or use the jsonl or mlflow tracker.",
-                )
+                what = "The folder is not local, and TensorBoard appends to its event files."
+                remedy = "Give logging_dir a local folder, or use the jsonl or mlflow tracker."
+                raise ConfigError(what, field="logging_dir", value=store.url, remedy=remedy)
             self._folder = str(store.local_path())
 
     def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:

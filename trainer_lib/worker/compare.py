@@ -51,11 +51,8 @@ def _common(whole: Store, resumed: Store) -> list[tuple[int, CheckpointInfo, Che
     sides = [{info.step: info for info in list_checkpoints(root)} for root in (whole, resumed)]
     steps = sorted(sides[0].keys() & sides[1].keys())
     if not steps or steps[-1] != max(sides[0]) or steps[-1] != max(sides[1]):
-        raise DamagedError(
-            f"The runs do not end at the same step: {max(sides[0], default=None)} and {max(sides[1], default=None)}.",
-            field="checkpoints",
-            remedy="Look at the folders with --keep.",
-        )
+        what = f"The runs do not end at the same step: {max(sides[0], default=None)} and {max(sides[1], default=None)}."
+        raise DamagedError(what, field="checkpoints", remedy="Look at the folders with --keep.")
     for info in (side[step] for side in sides for step in steps):
         if problems := verify_files(Store.open(info.url), info.commit):
             raise DamagedError(f"{problems[0]}.", field=info.url, remedy="Run the proof again.")

@@ -187,12 +187,9 @@ def require_measurable(
     if is_metric_object(function) or by_batch:
         _refuse_needing_rows(request, is_object=not by_batch)
     if request.slices and function is None and not request.metrics:
-        raise ConfigError(
-            "The recipe has no compute_metrics, so there is nothing to measure on slices.",
-            field=SLICES,
-            value=list(request.slices),
-            remedy="Name metrics in evaluate.metrics, or define compute_metrics.",
-        )
+        what = "The recipe has no compute_metrics, so there is nothing to measure on slices."
+        remedy = "Name metrics in evaluate.metrics, or define compute_metrics."
+        raise ConfigError(what, field=SLICES, value=list(request.slices), remedy=remedy)
     return NamedMetrics(function, request.metrics) if request.metrics else function
 
 

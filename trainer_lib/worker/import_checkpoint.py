@@ -78,12 +78,9 @@ def run(work: Work[ImportRequest]) -> ImportResult:
 
 def _check_free(root: Store, step: int) -> None:
     if read_checkpoint_info(root, checkpoint_name(step)) is not None:
-        raise ConfigError(
-            f"There is a checkpoint of step {step} already.",
-            field="destination",
-            value=root.url,
-            remedy="Name another folder, or remove that checkpoint.",
-        )
+        what = f"There is a checkpoint of step {step} already."
+        remedy = "Name another folder, or remove that checkpoint."
+        raise ConfigError(what, field="destination", value=root.url, remedy=remedy)
 
 
 # -- the model ---------------------------------------------------------------------------------------------------------
@@ -98,11 +95,9 @@ def _model(work: Work[ImportRequest], source: Source) -> nn.Module:
     model = None if source.adapter else from_config(source.config, len(source.tensors))
     if model is None:
         what = "holds a peft adapter" if source.adapter else "has no config.json of a model that transformers can build"
-        raise ConfigError(
-            f"The folder {what}, and its optimizer numbers the parameters in the order of the model.",
-            field="model",
-            remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
-        )
+        message = f"The folder {what}, and its optimizer numbers the parameters in the order of the model."
+        remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
+        raise ConfigError(message, field="model", remedy=remedy)
     return model
 
 
@@ -126,17 +121,13 @@ def _names(source: Source, model: nn.Module) -> Names:
         return fitting[0]
     sizes = [len(group) for group in saved]
     if fitting:
-        raise ConfigError(
-            f"The model's parameters fit the optimizer's groups of {sizes} in more than one way.",
-            field="model",
-            remedy="The transformers Trainer does not make these groups by itself; train on from the weights.",
-        )
+        what = f"The model's parameters fit the optimizer's groups of {sizes} in more than one way."
+        remedy = "The transformers Trainer does not make these groups by itself; train on from the weights."
+        raise ConfigError(what, field="model", remedy=remedy)
     offered = " or ".join(str([len(group) for group in names]) for names in candidates)
-    raise ConfigError(
-        f"The optimizer's groups have {sizes} parameters; the model's would have {offered}, or other shapes.",
-        field="model",
-        remedy="Give the model as it was trained (--model), with the same parameters frozen.",
-    )
+    what = f"The optimizer's groups have {sizes} parameters; the model's would have {offered}, or other shapes."
+    remedy = "Give the model as it was trained (--model), with the same parameters frozen."
+    raise ConfigError(what, field="model", remedy=remedy)
 
 
 def _saved_shape(values: Mapping[str, Any]) -> tuple[int, ...] | None:

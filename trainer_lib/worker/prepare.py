@@ -108,12 +108,9 @@ def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
     out = PrepareOutput(store, request.sources)
     sources = work.recipe.list_sources(request.recipe_options(), out)
     if len(sources) > MOST_FILES:
-        raise DataError(
-            f"A recipe may list up to {MOST_FILES:,} sources, each a file of the prepared data at least.",
-            field="list_sources",
-            value=len(sources),
-            remedy="Let one source stand for several files: prepare_shard() reads them one after the other.",
-        )
+        what = f"A recipe may list up to {MOST_FILES:,} sources, each a file of the prepared data at least."
+        remedy = "Let one source stand for several files: prepare_shard() reads them one after the other."
+        raise DataError(what, field="list_sources", value=len(sources), remedy=remedy)
     files = [dataclasses.asdict(entry) for entry in out.files()]
     listed = {"sources": sources, "info": out.checked_info(), "files": files, "command": uuid.uuid4().hex}
     store.write_bytes(SOURCES, json.dumps(listed).encode())

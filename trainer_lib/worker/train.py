@@ -258,12 +258,9 @@ def require_flavor(model: nn.Module, flavor: str | None) -> None:
     if flavor is None or (is_transformers(innermost(model)) and not is_adapted(model)):
         return
     what = "an adapter" if is_adapted(model) else "not a model of transformers"
-    raise ConfigError(
-        f"build_model() returned a {type(model).__name__}, which is {what}: MLflow's flavor could not load it.",
-        field="register.flavor",
-        value=flavor,
-        remedy="Remove register.flavor: mlflow.pyfunc.load_model loads a version of any model without it.",
-    )
+    message = f"build_model() returned a {type(model).__name__}, which is {what}: MLflow's flavor could not load it."
+    remedy = "Remove register.flavor: mlflow.pyfunc.load_model loads a version of any model without it."
+    raise ConfigError(message, field="register.flavor", value=flavor, remedy=remedy)
 
 
 def thin_losses(losses: Sequence[tuple[int, float]], most: int = _POINTS) -> list[dict[str, float | int | str]]:

@@ -322,12 +322,9 @@ def check_rendezvous(config: LaunchConfig) -> None:
             listener.listen(1)
     except OSError as error:
         reason = error.strerror or str(error)
-        raise refused(
-            "rendezvous",
-            config.rendezvous,
-            f"This machine cannot listen there: {reason}.",
-            "Give an address of this machine, which leads (node_rank 0), and a free port.",
-        ) from error
+        what = "rendezvous"
+        remedy = "Give an address of this machine, which leads (node_rank 0), and a free port."
+        raise refused(what, config.rendezvous, f"This machine cannot listen there: {reason}.", remedy) from error
 
 
 def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
@@ -505,12 +502,9 @@ def refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
 
 def unshared(host: str, url: str) -> ConfigError:
     """Return the error of a machine of a cluster that does not see the job's folder."""
-    return ConfigError(
-        f"The machine {host} does not see this folder as this machine does.",
-        field="storage",
-        value=url,
-        remedy="Use a store, or a folder, that all machines of the cluster share.",
-    )
+    what = f"The machine {host} does not see this folder as this machine does."
+    remedy = "Use a store, or a folder, that all machines of the cluster share."
+    return ConfigError(what, field="storage", value=url, remedy=remedy)
 
 
 def require_torch() -> None:

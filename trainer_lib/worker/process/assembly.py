@@ -84,12 +84,9 @@ def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.
 def _prepare_keras(model: Any, work: Work[Any]) -> None:
     """Give the model's parameters the names that they have in every process: exported weights are loaded by name."""
     if not model.built:
-        raise ConfigError(
-            "build_model() returned a Keras model that is not built, so it has no weights yet.",
-            field="recipe",
-            value=str(work.recipe.path),
-            remedy="Give it an Input layer, or call it once with a batch of zeros.",
-        )
+        what = "build_model() returned a Keras model that is not built, so it has no weights yet."
+        remedy = "Give it an Input layer, or call it once with a batch of zeros."
+        raise ConfigError(what, field="recipe", value=str(work.recipe.path), remedy=remedy)
     register_parameters(model)
 
 
@@ -146,12 +143,9 @@ def add_metrics(trainer: Any, calls: Sequence[MetricCall]) -> None:
     if not calls:
         return
     if trainer.args.batch_eval_metrics or is_metric_object(trainer.compute_metrics):
-        raise ConfigError(
-            "Metrics by name are measured on all rows, and the recipe's metrics are given batch by batch.",
-            field="metric_for_best_model",
-            value=calls[0].result,
-            remedy="Return it from compute_metrics, a function, without batch_eval_metrics.",
-        )
+        what = "Metrics by name are measured on all rows, and the recipe's metrics are given batch by batch."
+        remedy = "Return it from compute_metrics, a function, without batch_eval_metrics."
+        raise ConfigError(what, field="metric_for_best_model", value=calls[0].result, remedy=remedy)
     trainer.compute_metrics = NamedMetrics(trainer.compute_metrics, calls)
 
 
@@ -180,12 +174,9 @@ def _require_base(model: nn.Module, trained: Mapping[str, Any], url: str) -> Non
     """Raise DamagedError where the model's base has other weights than that of the adapters had."""
     base = describe_base(model)
     if base is not None and base["files"] != trained["files"]:
-        raise DamagedError(
-            f"The adapters were trained on other weights of {trained['name']} than this model's base has.",
-            field="model",
-            value=url,
-            remedy="Put back the base that they were trained on, or train again (--force train).",
-        )
+        what = f"The adapters were trained on other weights of {trained['name']} than this model's base has."
+        remedy = "Put back the base that they were trained on, or train again (--force train)."
+        raise DamagedError(what, field="model", value=url, remedy=remedy)
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> None:

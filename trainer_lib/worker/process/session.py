@@ -234,12 +234,9 @@ def _check_world(world_size: int) -> None:
     """Refuse fewer processes than requested: `accelerate launch --cpu --num_processes 2` silently starts one."""
     asked = int(os.environ.get("TRAINFLOW_WORLD_SIZE", world_size))
     if asked != world_size:
-        raise ConfigError(
-            f"The launcher started {counted(world_size, 'process', 'processes')}.",
-            field="train.launch.processes",
-            value=asked,
-            remedy="Set train.launch.kind=torchrun, or correct the launcher's configuration file.",
-        )
+        what = f"The launcher started {counted(world_size, 'process', 'processes')}."
+        remedy = "Set train.launch.kind=torchrun, or correct the launcher's configuration file."
+        raise ConfigError(what, field="train.launch.processes", value=asked, remedy=remedy)
 
 
 class _Leaving:
