@@ -204,8 +204,7 @@ class PreemptionSettings(Settings):
 
     file: str | None = Field(default=None, description="File whose appearance is the notice.")
     command: Annotated[list[str], BeforeValidator(_split_command)] = Field(
-        default_factory=list,
-        description="Program and arguments; exit code 0 is the notice. Started without a shell.",
+        default_factory=list, description="Program and arguments; exit code 0 is the notice. Started without a shell."
     )
     url: str | None = Field(
         default=None, pattern="^https?://", description="URL whose answer with status 200 is the notice."

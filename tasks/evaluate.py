@@ -23,10 +23,7 @@ from trainflow.tasks.stage.worker import launch_request, launch_shared, run_infe
 
 @stage_task("evaluate")
 def evaluate(
-    config: EvaluateConfig,
-    context: StageContext,
-    data: StageManifest[PrepareFacts],
-    model: StageManifest[TrainFacts],
+    config: EvaluateConfig, context: StageContext, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> StageManifest[EvaluateFacts]:
     """Measure the model, unless that is committed already.
 

@@ -40,19 +40,18 @@ from trainer_lib.errors import ConfigError, DamagedError, OutOfMemoryError, Trai
 from trainer_lib.launch import launch
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.removal import end_keeping, is_kept, keep_checkpoint, protect_from_removal
-from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData, RecipeFile
+from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainer_lib.trackers.names import clean_key, group_log
 from trainer_lib.trackers.spool import Session, now_ms
-from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import LaunchSettings, TrainConfig
-from trainflow.tasks.keys.declared_paths import path_options
 from trainflow.tasks.keys.spec_words import in_words_of_spec
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
+from trainflow.tasks.stage.worker import common_fields
 from trainflow.tasks.tracking.mlflow_run import Background, RunHandle
 
 FOLDER = "follow"
@@ -456,15 +455,9 @@ class Follower:
 
     def _request(self, info: CheckpointInfo, args: dict[str, Any]) -> EvaluateCheckpointRequest:
         config, context, data = self._job.config, self._job.context, self._job.data
-        recipe = config.recipe or context.recipe
-        root = context.root if context.root is not None else str(find_root(recipe))
         return EvaluateCheckpointRequest(
-            # Of its own: launches with one output do not run at the same time.
-            output=self._evaluations.workplace(info).url,
-            recipe=RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
-            options=config.options,
-            paths=path_options("train", config, context),
-            debug=context.debug,
+            # An output of its own: launches with one output do not run at the same time.
+            **common_fields(config, context, "train", self._evaluations.workplace(info)),
             data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
             model=config.model,
             args=args,

@@ -22,10 +22,7 @@ from trainflow.tasks.stage.worker import launch_shared, run_inference
 
 @stage_task("predict")
 def predict(
-    config: PredictConfig,
-    context: StageContext,
-    data: StageManifest[PrepareFacts],
-    model: StageManifest[TrainFacts],
+    config: PredictConfig, context: StageContext, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> StageManifest[PredictFacts]:
     """Predict a split, unless that is committed already; finished files of an attempt that died are kept.
 

@@ -142,10 +142,7 @@ def _publish(
 
 
 def _model_with_code(
-    config: PublishConfig,
-    context: StageContext,
-    data: StageManifest[PrepareFacts],
-    model: StageManifest[TrainFacts],
+    config: PublishConfig, context: StageContext, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> TrainedModel | None:
     """The description of the model with its code; None where the weights are published alone."""
     if not publishes_code(config, context):

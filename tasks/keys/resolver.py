@@ -54,12 +54,7 @@ class Resolver:
             return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
 
     def closure(
-        self,
-        recipe: str | Path,
-        root: str | Path | None,
-        *,
-        fallback: str | Path | None = None,
-        field: str = "recipe",
+        self, recipe: str | Path, root: str | Path | None, *, fallback: str | Path | None = None, field: str = "recipe"
     ) -> Closure:
         """The files that a recipe consists of. One that was edited meanwhile is read again.
 

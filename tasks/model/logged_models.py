@@ -63,10 +63,7 @@ class LoggedModel:
 
 
 def log_models(
-    run: TrackedRun,
-    trained: TrainedModel,
-    data: StageManifest[PrepareFacts],
-    model: StageManifest[TrainFacts],
+    run: TrackedRun, trained: TrainedModel, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> None:
     """Log the model and every kept checkpoint, unless the run that trained it has them. Raises StorageError."""
     facts = model.facts

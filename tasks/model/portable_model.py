@@ -45,10 +45,7 @@ class TrainedModel:
 
 
 def describe_model(
-    config: PublishConfig,
-    context: StageContext,
-    data: StageManifest[PrepareFacts],
-    model: StageManifest[TrainFacts],
+    config: PublishConfig, context: StageContext, data: StageManifest[PrepareFacts], model: StageManifest[TrainFacts]
 ) -> TrainedModel:
     """The description of a trained model; `config` names the recipe, the options and the arguments that predict."""
     recipe = Path(config.recipe or context.recipe).absolute()
@@ -197,14 +194,14 @@ def published_model(
         message = "merges the adapters into the weights of their base model"
         _progress.publish({"event": "progress", "stage": attempt.stage, "message": message})
         request = MergeRequest(
-            **model_fields(config, context, attempt, data),
+            **model_fields(config, context, attempt.stage, store, data),
             args=sent_arguments({**config.args, "use_cpu": True}, context),
             model=model.facts.model,
             model_url=f"{model.url}/model",
             dtype=config.merged_type,
             tolerance=config.merge_tolerance,
         )
-        result = launch_request(replace(request, output=store.url), LaunchSettings(processes=1), context, attempt)
+        result = launch_request(request, LaunchSettings(processes=1), context, attempt)
         if result.agreement:
             words = "merged weights choose the next token of the adapters in {merge_agreement:.1%} of the places tried"
             message = words.format(**result.agreement)

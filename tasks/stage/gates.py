@@ -111,14 +111,11 @@ def _check(metric: str, text: str, metrics: Mapping[str, float] | None) -> GateC
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    restored = {
-        split: {name: _NOT_FINITE.get(value, value) if isinstance(value, str) else value for name, value in own.items()}
+    values = {
+        f"{split}_{name}": _NOT_FINITE.get(value, value) if isinstance(value, str) else value
         for split, own in metrics.items()
         if isinstance(own, Mapping)
-    }
-    return {
-        f"{split}_{name}": float(value)
-        for split, own in restored.items()
         for name, value in own.items()
-        if isinstance(value, int | float) and not isinstance(value, bool)
     }
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in numbers.items() if not isinstance(value, bool)}

@@ -15,14 +15,12 @@ from trainer_lib.launch.settings.variables import threads_of
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.requests import EstimateRequest, EvaluateRequest, ProbeRequest
 from trainer_lib.storage import Store
-from trainflow.tasks.configs import EvaluateConfig, StageSettings, TrainConfig
+from trainflow.tasks.configs import EvaluateConfig, TrainConfig
 from trainflow.tasks.keys.spec_words import in_words_of_spec
 from trainflow.tasks.keys.stage_code import code_of
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.progress import StageProgress
-from trainflow.tasks.stage.runner import StageAttempt
 from trainflow.tasks.stage.worker import model_fields, sent_arguments
 
 PROBED_STEPS = 13
@@ -55,7 +53,7 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
     args = context.resolver.arguments(config.args, prefix="train.args")
     own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
     request = EstimateRequest(
-        **_fields(config, context, data, Store.open(context.storage)),
+        **{**model_fields(config, context, "train", Store.open(context.storage), data), "tracking": False},
         args=sent_arguments(config.args, context),
         model=config.model,
         train_split=config.train_split,
@@ -92,7 +90,7 @@ def rehearse_evaluation(
     args = context.resolver.arguments(config.args, prefix="evaluate.args")
     own = context.resolver.launch(config.launch or train.launch, use_cpu=args.use_cpu)
     request = EvaluateRequest(
-        **_fields(config, context, data, Store.open(context.storage), stage="evaluate"),
+        **{**model_fields(config, context, "evaluate", Store.open(context.storage), data), "tracking": False},
         args=sent_arguments(config.args, context),
         model=train.model,
         model_url="",
@@ -146,7 +144,7 @@ def probe_training(
     folder = f"{_FOLDER}-{os.urandom(8).hex()}"
     store = Store.open(context.storage).child(folder)
     request = ProbeRequest(
-        **_fields(config, context, data, store),
+        **{**model_fields(config, context, "train", store, data), "tracking": False},
         args=sent_arguments({**config.args, **changed}, context),
         model=config.model,
         train_split=config.train_split,
@@ -163,16 +161,6 @@ def probe_training(
     evaluation = (found.evaluation_row_s or 0.0) * min(request.rows, rows)
     known = PROBED_STEPS * found.step_s + found.warm_up_s + evaluation + (found.save_s or 0.0)
     return replace(found, overhead_s=max(0.0, whole - known))
-
-
-def _fields(
-    config: StageSettings, context: StageContext, data: StageManifest[PrepareFacts], store: Store, stage: str = "train"
-) -> dict[str, Any]:
-    attempt = StageAttempt(stage, store, 1, 0, StageProgress(stage), lambda: False)
-    try:
-        return {**model_fields(config, context, attempt, data), "tracking": False}
-    finally:
-        attempt.progress.close()
 
 
 def _say_waits(say: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:

@@ -218,12 +218,7 @@ def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, fact
     lease.ensure_held()
     # Only after that check: they could be the files of the process that has taken over.
     _remove_leftovers(store, {entry.path for entry in files})
-    meta = {
-        "stage": key.stage,
-        "key": key.digest,
-        "metrics": output.metrics,
-        "meta": facts,
-    }
+    meta = {"stage": key.stage, "key": key.digest, "metrics": output.metrics, "meta": facts}
     return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.ensure_held))
 
 

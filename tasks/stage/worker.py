@@ -9,6 +9,7 @@ from trainer_lib.data.rows.mixture import INFO
 from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
 from trainer_lib.launch.pool import apart
 from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request
+from trainer_lib.storage import Store
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, StageSettings
 from trainflow.tasks.keys.declared_paths import path_options
@@ -24,28 +25,28 @@ from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 R = TypeVar("R")
 
 
-def common_fields(config: StageSettings, context: StageContext, attempt: StageAttempt) -> dict[str, Any]:
-    """The fields that every stage's request has, by name."""
+def common_fields(config: StageSettings, context: StageContext, stage: str, output: Store) -> dict[str, Any]:
+    """The fields that every request of a stage has, by name."""
     recipe = config.recipe or context.recipe
     root = context.root if context.root is not None else str(find_root(recipe))
     return {
-        "output": attempt.store.url,
+        "output": output.url,
         "recipe": RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
         "options": config.options,
-        "paths": path_options(attempt.stage, config, context),
+        "paths": path_options(stage, config, context),
         "debug": context.debug,
     }
 
 
 def model_fields(
-    config: StageSettings, context: StageContext, attempt: StageAttempt, data: StageManifest[PrepareFacts]
+    config: StageSettings, context: StageContext, stage: str, output: Store, data: StageManifest[PrepareFacts]
 ) -> dict[str, Any]:
     """The fields of `common_fields`, and those of a stage that works with a model, but for its arguments."""
     info = data.facts.info
     if context.mixture is not None:
         info = {**info, INFO: {**info.get(INFO, {}), **context.mixture}}
     prepared = PreparedData(data.url, data.facts.splits, info, data.files)
-    common = common_fields(config, context, attempt)
+    common = common_fields(config, context, stage, output)
     return {**common, "tracking": context.tracking is not None, "data": prepared}
 
 
@@ -135,7 +136,7 @@ def run_inference(
     def work(attempt: StageAttempt) -> StageOutput:
         args = halve_evaluation_batch(config.args, attempt.batch_halvings, shared_by=sharers)
         asked = request(
-            **model_fields(config, context, attempt, data),
+            **model_fields(config, context, key.stage, attempt.store, data),
             args=sent_arguments(args, context),
             model=model.facts.model,
             model_url=f"{model.url}/model",

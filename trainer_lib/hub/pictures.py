@@ -89,10 +89,7 @@ def _is_drawn(value: float) -> bool:
 
 
 def draw_curve(
-    points: Sequence[Sequence[float]],
-    marks: Sequence[tuple[float, float]],
-    labels: tuple[str, str],
-    title: str,
+    points: Sequence[Sequence[float]], marks: Sequence[tuple[float, float]], labels: tuple[str, str], title: str
 ) -> str:
     """A curve between 0 and 1; the marks are the chosen threshold."""
     plane = _Plane((0.0, 1.0), (0.0, 1.0), labels)

@@ -388,11 +388,7 @@ class Stream(IterableDataset[Any]):
     """
 
     def __init__(
-        self,
-        items: Any,
-        seed: int | None = None,
-        steps: int | None = None,
-        convert: Callable[[Any], Any] | None = None,
+        self, items: Any, seed: int | None = None, steps: int | None = None, convert: Callable[[Any], Any] | None = None
     ) -> None:
         self._items = items
         self._seed = seed

@@ -25,15 +25,7 @@ _NAMES = {
     "resolve_config": "settings.config",
 }
 
-__all__ = [
-    "LaunchConfig",
-    "follow",
-    "from_settings",
-    "launch",
-    "launch_workers",
-    "require_torch",
-    "resolve_config",
-]
+__all__ = ["LaunchConfig", "follow", "from_settings", "launch", "launch_workers", "require_torch", "resolve_config"]
 
 
 def __getattr__(name: str) -> Any:

@@ -279,10 +279,7 @@ def _attempt(
 
 
 def run_here(
-    request: Request[R],
-    run_dir: RunDir,
-    env: Mapping[str, str],
-    on_event: Callable[[dict[str, Any]], None],
+    request: Request[R], run_dir: RunDir, env: Mapping[str, str], on_event: Callable[[dict[str, Any]], None]
 ) -> R:
     """Carry out the request in this process and return its result. Output goes where this process prints.
 

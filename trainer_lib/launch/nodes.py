@@ -42,10 +42,7 @@ def write_settings(run_dir: RunDir, config: LaunchConfig) -> None:
 
 
 def follow(
-    config: LaunchConfig,
-    *,
-    on_line: Callable[[str], None],
-    should_cancel: Callable[[], bool] | None = None,
+    config: LaunchConfig, *, on_line: Callable[[str], None], should_cancel: Callable[[], bool] | None = None
 ) -> None:
     """Join the training that another machine leads, until it is done. Blocks.
 

@@ -43,13 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def run_workers(
-    run_dir: RunDir,
-    verb: str,
-    processes: int,
-    *,
-    master: tuple[str, int],
-    nodes: int = 1,
-    node_rank: int = 0,
+    run_dir: RunDir, verb: str, processes: int, *, master: tuple[str, int], nodes: int = 1, node_rank: int = 0
 ) -> list[dict[str, Any]]:
     """Start this machine's workers through torchrun and wait for their end; the job's store listens at `master`.
 

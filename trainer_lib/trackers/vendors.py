@@ -350,9 +350,7 @@ OURS: dict[str, type[ReporterCallback]] = {
 }
 VENDORS: dict[str, type[VendorCallback]] = {
     name: type(
-        row.callback,
-        (VendorCallback,),
-        {"reporter": name, "__doc__": f"Logs to {row.title}.", "__module__": __name__},
+        row.callback, (VendorCallback,), {"reporter": name, "__doc__": f"Logs to {row.title}.", "__module__": __name__}
     )
     for name, row in REPORTERS.items()
     if not row.is_ours

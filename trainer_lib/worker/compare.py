@@ -107,12 +107,7 @@ def _checkpoint(
 
 
 def _file(
-    step: int,
-    one: FileEntry,
-    other: FileEntry,
-    whole: CheckpointInfo,
-    resumed: CheckpointInfo,
-    counts: dict[str, Any],
+    step: int, one: FileEntry, other: FileEntry, whole: CheckpointInfo, resumed: CheckpointInfo, counts: dict[str, Any]
 ) -> Iterator[Difference]:
     name, last = one.path, step == counts["checkpoints"][-1]
     counts["bytes"] = counts.get("bytes", 0) + one.size

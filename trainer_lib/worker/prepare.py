@@ -69,13 +69,7 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
 
         if request.mixture:
             rows = count_sources(rows, request.mixture, name, out.info, request.limit)
-        writer = SplitWriter(
-            store,
-            name,
-            shard_rows=request.shard_rows,
-            allow_nan=request.allow_nan,
-            on_shard=report,
-        )
+        writer = SplitWriter(store, name, shard_rows=request.shard_rows, allow_nan=request.allow_nan, on_shard=report)
         # The recipe's rows may come from a generator, which a check reads no further, but for the sources of a mixture.
         most = None if request.mixture else request.limit
         splits[name] = from_record(PreparedSplit, writer.write(itertools.islice(rows, most)), name=name)

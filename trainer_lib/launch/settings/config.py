@@ -80,8 +80,7 @@ class LaunchConfig:
         "Kubernetes, Kubeflow, SkyPilot, dstack, MPI or an enclosing torchrun has started, and is refused elsewhere.",
     )
     processes: Annotated[int, _Rule("ge", 1)] | Literal["auto"] = _option(
-        "auto",
-        "Worker processes on a machine; auto: one per GPU, or on a CPU two where there are two cores.",
+        "auto", "Worker processes on a machine; auto: one per GPU, or on a CPU two where there are two cores."
     )
     threads: Annotated[int, _Rule("ge", 1)] | None = _option(
         None, "CPU threads per process; unset: cores are shared out."

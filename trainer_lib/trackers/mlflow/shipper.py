@@ -98,12 +98,7 @@ class Shipper(threading.Thread):
                 self._wake.wait(delay)
                 self._wake.clear()  # a close that comes in between is seen at once, by its flag
 
-    def close(
-        self,
-        patience_s: float,
-        request_s: float,
-        on_wait: Callable[[], None] | None = None,
-    ) -> bool:
+    def close(self, patience_s: float, request_s: float, on_wait: Callable[[], None] | None = None) -> bool:
         """Let the thread deliver the rest, and end; return whether everything has arrived.
 
         Args:

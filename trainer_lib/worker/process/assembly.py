@@ -103,11 +103,7 @@ def require_module(model: Any, work: Work[Any], function: str, *, field: str, re
 
 
 def build_trainer(
-    work: Work[Any],
-    args: TrainingArguments,
-    model: nn.Module,
-    callbacks: Sequence[Any],
-    **datasets: Any,
+    work: Work[Any], args: TrainingArguments, model: nn.Module, callbacks: Sequence[Any], **datasets: Any
 ) -> Any:
     """The recipe's Trainer (or ours) with its functions and `callbacks`. Its logs become events and are not printed."""
     recipe = work.recipe
