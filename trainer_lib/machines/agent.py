@@ -1,13 +1,19 @@
-"""torchrun with a store that listens on loopback only, and with a record of how ranks ended.
+"""torchrun with a store that listens on loopback only, or `accelerate launch`, with a record of how ranks ended.
 
-``python -m trainer_lib.machines.agent <processes> <verb> <run dir>``. On several machines, `trainer_lib.machines.node`
-starts the workers instead, through `run_workers` as well.
+::
+
+    python -m trainer_lib.machines.agent <processes> <verb> <run dir>
+    python -m trainer_lib.machines.agent accelerate <run dir> <command line of accelerate launch>
+
+On several machines, `trainer_lib.machines.node` starts the workers instead, through `run_workers` as well.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import runpy
+import subprocess
 import sys
 import threading
 import time
@@ -29,12 +35,15 @@ LOOK_S = 0.05
 
 def main(argv: list[str]) -> int:
     """Run the workers until they end. Returns 0, or 1 after writing ``agent.json``."""
-    processes, verb, path = argv
-    run_dir = RunDir(Path(path))
+    by_accelerate = argv[0] == "accelerate"
+    run_dir = RunDir(Path(argv[1 if by_accelerate else 2]))
     run_dir.record_process("agent", os.getpid())
-    store = open_store(LOOPBACK, 0)
     try:
-        failures = run_workers(run_dir, verb, int(processes), master=(LOOPBACK, store.port))
+        if by_accelerate:
+            failures = _run_accelerate(run_dir, argv[2:])
+        else:
+            store = open_store(LOOPBACK, 0)
+            failures = run_workers(run_dir, argv[1], int(argv[0]), master=(LOOPBACK, store.port))
     except SignalException as stopped:
         return 128 + int(stopped.sigval)
     if failures:
@@ -71,6 +80,20 @@ def run_workers(
         return deaths.describe_endings(error)
     finally:
         deaths.close()
+    return []
+
+
+def _run_accelerate(run_dir: RunDir, options: list[str]) -> list[dict[str, Any]]:
+    """Run accelerate's launcher in this process, as its own command would: torchrun's failure can be read here."""
+    sys.argv = ["accelerate-launch", *options]  # runpy runs the module as a command, which reads its options there
+    deaths = DeathWatch(run_dir)
+    deaths.start()
+    try:
+        runpy.run_module("accelerate.commands.launch", run_name="__main__")
+    except ChildFailedError as error:
+        return deaths.describe_endings(error)
+    except subprocess.CalledProcessError as error:  # accelerate starts a single worker without torchrun
+        return [{"rank": 0, "exitcode": error.returncode, "pid": 0, "time": time.time()}]
     return []
 
 

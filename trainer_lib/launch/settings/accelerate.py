@@ -115,7 +115,8 @@ def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: 
     # --multi_gpu on a CPU too: with --cpu, `accelerate launch` starts one process whatever number it is given.
     several = ["--multi_gpu"] if processes > 1 and kind not in _SHARDED else []
     return [
-        *(sys.executable, "-P", "-u", "-m", "trainer_lib.machines.accelerated", str(run_dir), "--config_file", path),
+        *(sys.executable, "-P", "-u", "-m", "trainer_lib.machines.agent", "accelerate", str(run_dir)),
+        *("--config_file", path),
         *("--num_processes", str(processes), "--num_machines", "1", "--main_process_port", str(port), *several),
         *("--num_cpu_threads_per_process", threads, "--log_dir", str(run_dir / "torchelastic")),
         *("-m", "trainer_lib.worker", verb, str(run_dir)),
