@@ -62,15 +62,10 @@ _LOSS = "eval_loss"
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The metrics of one checkpoint.
+    """The metrics of one checkpoint, by the names that the Trainer logs (`eval_loss`).
 
-    Attributes:
-        checkpoint: the name of its folder.
-        step: optimizer steps that it has.
-        content: SHA-256 of its files, as its commit has it.
-        metrics: by the names that the Trainer logs (`eval_loss`).
-        measured_ms: when, in milliseconds since 1970.
-        seconds: how long it took.
+    `content` is the SHA-256 of the checkpoint's files, `measured_ms` counts since 1970, and `seconds` is how long it
+    took.
     """
 
     checkpoint: str

@@ -102,13 +102,10 @@ _PACKAGES = ("torch", "numpy")
 
 @dataclass(frozen=True)
 class StageKey:
-    """A stage's content key and the fields it was made from.
+    """A stage's content key, from the fields that can change its result.
 
-    Attributes:
-        stage: the stage's name.
-        fields: what can change its result.
-        places: label of a piece of the recipe's code in `fields` -> where it stands; not part of the key.
-        because: why there is no result under it yet, if that is known without a look; not part of the key.
+    `places` say where the pieces of the recipe's code in `fields` stand, and `because` why there is no result under the
+    key yet, if that is known without a look; neither is part of the key.
     """
 
     stage: str
@@ -151,9 +148,7 @@ class StageKey:
 class Difference:
     """One field that differs between two keys; None where one of them lacks it.
 
-    Attributes:
-        field: its dotted name.
-        sentence: the difference in words, where the values say nothing to a reader (code); else None.
+    `sentence`: the difference in words, where the values say nothing to a reader (code); else None.
     """
 
     field: str

@@ -27,15 +27,10 @@ _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 @dataclass(frozen=True)
 class GateCheck:
-    """One requirement and what became of it.
+    """One requirement of the metric ``<split>_<name>``, and what became of it.
 
-    Attributes:
-        metric: ``<split>_<name>``.
-        requirement: what it must be (">= 0.9").
-        value: what was measured; None: nothing under this name.
-        passed: whether the requirement is met; NaN meets none.
-        problem: why it is not met, as a sentence; an empty text when it is.
-        remedy: what to do, if that is not to train another model.
+    `value` is None where nothing was measured under this name; NaN meets no requirement. `problem` says in a sentence
+    why it is not met, and `remedy` what to do, if that is not to train another model.
     """
 
     metric: str

@@ -338,12 +338,9 @@ def _clean_tags(tags: Mapping[str, str | None]) -> dict[str, str | None]:
 class RunHandle:
     """One MLflow run, as plain text: it can be passed to another process of this machine.
 
-    Attributes:
-        token: names the run before, and whether or not, the server was reached.
-        experiment: the experiment's name.
-        tracking_uri: where the run is. May hold credentials when it came from the environment: show `server` instead.
-        spool_dir: local folder where what is logged waits for the server.
-        host: name of the machine whose flow delivers it.
+    `token` names the run before, and whether or not, the server was reached. `tracking_uri` may hold credentials when
+    it came from the environment: show `server` instead. The flow of the machine `host` delivers what waits in
+    `spool_dir`.
     """
 
     token: str

@@ -17,13 +17,9 @@ _CLASSES = {"ray": "Ray", "slurm": "Slurm"}
 
 @dataclass(frozen=True)
 class Job:
-    """A job for an engine.
+    """A job for an engine: a request's record, and variables of the workers, of which some may be secrets.
 
-    Attributes:
-        request: what the members do, as a request's record.
-        config: the launch; its `node_range` is the number of machines.
-        env: variables of the workers, of which some may be secrets.
-        shared: other jobs work on the same output: none is taken for another.
+    The `node_range` of the launch is the number of machines. `shared`: other jobs work on the same output.
     """
 
     request: Mapping[str, Any]

@@ -31,12 +31,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Content:
-    """The files of one publication, by their paths in the repository.
+    """The files of one publication, by their paths in the repository; `texts` are made for it (card, metrics).
 
-    Attributes:
-        texts: the bytes of small files that are made for the publication (card, metrics).
-        lineage: origin (stage keys, run ids), recorded next to the content and not part of its digest.
-        kept: path prefixes under which files of earlier publications stay, although this content lacks them.
+    `lineage` (stage keys, run ids) is recorded next to the content and not part of its digest. Files of earlier
+    publications stay under the prefixes `kept`, although this content lacks them.
     """
 
     files: Mapping[str, Source]
@@ -68,13 +66,9 @@ class Content:
 
 @dataclass(frozen=True)
 class Published:
-    """The result of publishing.
+    """The result of publishing to `target`, the address as the user wrote it; `url` is that of the revision.
 
-    Attributes:
-        target: the hub's address as the user wrote it.
-        url: address of this revision.
-        revision: name of the revision: a folder's name, or a commit.
-        created: whether a revision was created; False when the newest one already held this content.
+    `created` is False when the newest revision already held this content. A revision is a folder's name, or a commit.
     """
 
     target: str

@@ -39,15 +39,10 @@ MAX_MEMORY_BYTES = 1 << 20  # a larger file of a remote store is staged on the l
 
 
 class HuggingFaceHub:
-    """Publishes to a model repository.
+    """Publishes to a model repository ("organisation/name"), by default to its branch main.
 
-    Args:
-        repo: "organisation/name".
-        branch: the branch to commit to; default: main.
-        private: whether a repository that has to be created is private; default: the organisation's setting.
-        field: named in errors.
-        token: used in place of HF_TOKEN and of the stored login.
-        action: what errors call the transfer.
+    `private` is for a repository that has to be created, by default the organisation's setting. `token` takes the place
+    of HF_TOKEN and of the stored login. Errors name `field`, and call the transfer an `action`.
     """
 
     def __init__(
@@ -295,12 +290,7 @@ def find_licence(repo: str, *, token: str | None = None) -> str | None:
 
 
 def download_snapshot(repo: str, *, revision: str | None = None) -> str:
-    """The folder of the local cache with all files of a model's repository, downloaded where they are missing.
-
-    Raises:
-        ConfigError: the repository or the revision does not exist, or may not be read.
-        StorageError: the Hub cannot be reached.
-    """
+    """The folder of the local cache with all files of a model's repository, downloaded where they are missing."""
     from huggingface_hub import snapshot_download
 
     hub = HuggingFaceHub(repo, branch=revision, field="model", action="download")
@@ -377,9 +367,6 @@ def check_access(repo: str, *, field: str, writes: bool, timeout_s: float) -> No
     """Check that the Hub answers within `timeout_s` seconds and that this user may use a model's repository.
 
     A repository that does not exist yet may be written to: publishing creates it.
-
-    Raises:
-        ConfigError: the Hub refuses the token, or the repository cannot be read. StorageError: there is no answer.
     """
     from huggingface_hub import get_token
     from huggingface_hub.errors import RepositoryNotFoundError

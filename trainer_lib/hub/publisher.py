@@ -252,13 +252,11 @@ class Publisher:
         token: str | None,
         revision: str | None,
     ) -> Future[str] | None:
-        """Queue a push of output_dir; return the future of its URL on the main process, None on the others. Collective.
+        """Queue a push of output_dir; return the future of its URL on the main process, None on others. Collective.
 
-        Args:
-            message: the revision's message.
-            write_card: writes README.md to output_dir; called on the main process.
-            checkpoint: the newest committed checkpoint, pushed along when `hub_strategy` is "checkpoint".
-            token, revision: used in place of the arguments' `hub_token` and `hub_revision`.
+        `write_card` writes README.md to output_dir, on the main process. The newest committed `checkpoint` is pushed
+        along when `hub_strategy` is "checkpoint". `token` and `revision` take the place of `hub_token` and
+        `hub_revision`.
         """
 
         def queue_push() -> Future[str] | None:
@@ -320,11 +318,9 @@ class Publisher:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def prepare_checkpoint_push(self, url: str, *, without_weights: bool) -> CheckpointPush | None:
-        """The push that `hub_strategy` asks for after a save; None when nothing is to be pushed now.
+        """The push that `hub_strategy` asks for after a save to `url`; None when nothing is to be pushed now.
 
-        Args:
-            url: folder of the committed checkpoint, named checkpoint-<step>.
-            without_weights: leave model.safetensors out, because the model is exported as adapters.
+        `without_weights`: leave model.safetensors out, because the model is exported as adapters.
         """
         args, store = self._trainer.args, Store.open(url, field="checkpoint")
         name = url.rstrip("/").rpartition("/")[2]

@@ -32,15 +32,11 @@ class TrialPruned(Exception):  # control flow between the Trainer and a search; 
 
 @dataclass
 class TrialRun:
-    """One trial that the Trainer is to train.
+    """One trial that the Trainer is to train, in the folder `name` below output_dir, with values of arguments.
 
-    Attributes:
-        name: of the trial's folder below output_dir, and of its run.
-        values: arguments to set, as JSON values.
-        trial: passed to `model_init`, `hp_name` and `train`.
-        resumed: whether the trial continues an interrupted one, in that one's folder.
-        origin: URL of another trial's checkpoint, from which this one starts with its own values.
-        judge: (metrics, optimizer step or None at the end) -> (objective, whether to prune); collective.
+    `trial` is passed to `model_init`, `hp_name` and `train`. `resumed`: it continues an interrupted one, in that one's
+    folder. `origin` is the URL of another trial's checkpoint, from which it starts with its own values. `judge` is
+    collective: (metrics, optimizer step or None at the end) -> (objective, whether to prune).
     """
 
     name: str

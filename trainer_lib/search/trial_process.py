@@ -163,9 +163,7 @@ def report_failure(error: Exception, report: Report, *, step: int = 0) -> None:
 class TrialProcess(TrainerCallback):
     """Trains one trial on a Trainer that was made for it, whose callback it is.
 
-    Args:
-        trial: id of the trial.
-        report: passes the values of an evaluation, and a pointer to the newest checkpoint, to the backend.
+    `report` passes the values of an evaluation, and a pointer to the newest checkpoint, to the backend.
     """
 
     def __init__(self, trainer: Any, settings: SearchSettings, trial: str, report: Report) -> None:

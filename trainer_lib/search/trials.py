@@ -38,13 +38,7 @@ _FIXED = (
 
 
 class TrialRunner:
-    """Runs a Trainer's trials, and reports their evaluations to the search.
-
-    Args:
-        trainer: trains and evaluates the trials.
-        parts: restores the Trainer.
-        takes_trial: whether a `model_init` takes the trial.
-    """
+    """Runs a Trainer's trials, and reports their evaluations to the search; `takes_trial` is of a `model_init`."""
 
     def __init__(
         self, trainer: Trainer, parts: Internals, *, takes_trial: Callable[[Callable[..., Any]], bool]

@@ -136,11 +136,9 @@ def _text(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SliceTable:
-    """The metrics of the slices by one column.
+    """The metrics of the slices by one column, in the order of `columns`, behind the number of rows.
 
-    Attributes:
-        columns: names of the metrics; the number of rows comes first.
-        cells: the value of the column, and its metrics in the order of `columns`; None for one that a slice has not.
+    A row of `cells` begins with the value of the column; a metric that a slice has not is None.
     """
 
     columns: list[str]

@@ -328,13 +328,9 @@ class Session:
 
 @dataclass(frozen=True)
 class Waiting:
-    """The part of a spool that its server does not have yet.
+    """The part of a spool that its server does not have yet: points of metrics and files of so many runs.
 
-    Attributes:
-        root: the spool.
-        runs: how many runs it belongs to.
-        points, files: how many points of metrics and how many files; the end of a run is neither.
-        servers: the addresses that they wait for, as the commands that logged them had them.
+    The end of a run is neither. `servers` are addresses as the commands that logged had them.
     """
 
     root: Path

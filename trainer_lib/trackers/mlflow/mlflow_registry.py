@@ -39,14 +39,9 @@ _PAGE = 1000
 
 @dataclass(frozen=True, kw_only=True)
 class Score:
-    """A model's scores on the rows of a split, and on resamples of these rows that are the same for all models.
+    """A model's scores in `<split>_<name>` on the rows of a split, and on resamples that are the same for all models.
 
-    Attributes:
-        metric: its name, `<split>_<name>`.
-        value: on the rows.
-        rows: SHA-256 of the rows.
-        is_greater_better: whether a greater value is better.
-        resampled: the metric on the resamples, shortened to 6 digits.
+    `rows` is the SHA-256 of the rows; values on the resamples are shortened to 6 digits.
     """
 
     metric: str
@@ -58,13 +53,10 @@ class Score:
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """Whether a model is better than the champion, and why.
+    """Whether a model becomes, or is, the champion, and why, in a sentence.
 
-    Attributes:
-        promoted: whether it becomes, or is, the champion.
-        reason: a sentence.
-        difference: how much better it is on the rows; None where nothing was compared.
-        low, high: 5 % and 95 % quantile of that difference over the resamples.
+    `difference` is how much better it is on the rows, with its 5 % and 95 % quantile over the resamples; None where
+    nothing was compared.
     """
 
     promoted: bool
@@ -127,15 +119,10 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
 
 @dataclass(frozen=True, kw_only=True)
 class Registration:
-    """A run's request to the registry.
+    """A run's request to the registry: a version of the model `name` with a description and tags.
 
-    Attributes:
-        name: the registered model.
-        alias: alias of the best version.
-        digest: SHA-256 of the run's model.
-        description, tags: of the version.
-        score: how the model scored; None: the alias is set only where there is none yet.
-        flavor: what MLflow gets besides the reference to the weights; None: nothing.
+    `alias` is that of the best version; without a score it is set only where there is none yet. `digest` is the SHA-256
+    of the run's model, and `flavor` what MLflow gets besides the reference to the weights.
     """
 
     name: str
@@ -149,12 +136,9 @@ class Registration:
 
 @dataclass(frozen=True, kw_only=True)
 class Registered:
-    """The outcome of a run's request to the registry.
+    """The outcome of a run's request to the registry, for the model with this digest.
 
-    Attributes:
-        name, version: of the registered model.
-        digest: SHA-256 of the run's model.
-        value, best: what the model and the champion scored in `verdict.metric`; None where nothing was compared.
+    `value` and `best` are what the model and the champion scored in `verdict.metric`; None where nothing was compared.
     """
 
     name: str

@@ -18,13 +18,8 @@ TYPES = {"bool": "boolean", "string": "string", "bytes": "binary", "binary": "bi
 class ModelRecord:
     """A model as a LoggedModel of MLflow: a few kilobytes that name the weights by address and SHA-256.
 
-    Attributes:
-        name: its name; several models may have one.
-        digest: SHA-256 of all that decides its predictions: a run has one LoggedModel of it.
-        step: optimizer step.
-        columns: column of a row -> its type (`float32[8,8]`): the signature. Labels are left out.
-        required: those of a table, which a row needs; their values may have any type that the table's files had.
-        params, tags: what MLflow shows with it.
+    `digest` is of all that decides its predictions: a run has one LoggedModel of it. `columns` is the signature, types
+    by column (`float32[8,8]`) without labels. Of a table, `required` columns may have any type that its files had.
     """
 
     name: str
@@ -42,13 +37,7 @@ class ModelRecord:
 
 @dataclass(frozen=True)
 class FlavorFile:
-    """A file that a flavor of MLflow needs among the model's artifacts, and where it lies.
-
-    Attributes:
-        path: among the artifacts.
-        folder, name: URL of a folder, and the path in it.
-        size, sha256: what was committed.
-    """
+    """A file, as committed, that a flavor of MLflow needs at `path` among the artifacts: `name` in the URL `folder`."""
 
     path: str
     folder: str
@@ -61,10 +50,7 @@ class FlavorFile:
 class Flavor:
     """A flavor of MLflow besides the reference to the weights: the model loads by a library's own functions.
 
-    Attributes:
-        name: MLflow's name of it.
-        config: its section of the MLmodel file.
-        files: what it needs, weights included.
+    `config` is its section of the MLmodel file; `files` are what it needs, weights included.
     """
 
     name: str
