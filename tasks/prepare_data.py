@@ -59,7 +59,7 @@ def _prepare(
     """Have one worker do it all or, source by source, several workers of this machine or of a cluster."""
     is_sharded = code_of(config, context).defines("prepare_shard")
     if config.runner is not None:
-        check_runner(config.runner, config.launch, section="prepare", is_sharded=is_sharded)
+        check_runner(config.runner, config.launch, is_sharded=is_sharded)
     elif not is_sharded or config.launch.processes == 1:
         return launch_request(request, config.launch, context, attempt)
     alone, parts = replace(config.launch, processes=1), replace(request, step="parts")

@@ -269,7 +269,7 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
     if spec.prepare.runner is not None:
         defined = [top_level_names(Path(path)) for path in {spec.prepare.recipe or spec.recipe, spec.recipe}]
         is_sharded = any(names is None or "prepare_shard" in names for names in defined)
-        check_runner(spec.prepare.runner, spec.prepare.launch, section="prepare", is_sharded=is_sharded)
+        check_runner(spec.prepare.runner, spec.prepare.launch, is_sharded=is_sharded)
 
 
 def _require_folder(storage: str, field: str) -> None:

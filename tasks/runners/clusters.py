@@ -55,11 +55,11 @@ def unreachable_api(hosts: Sequence[str] = ()) -> ConfigError:
 
 
 @contextlib.contextmanager
-def no_cluster(kind: str, address: str | None, section: str, errors: tuple[type[Exception], ...]) -> Iterator[None]:
+def no_cluster(kind: str, address: str | None, errors: tuple[type[Exception], ...]) -> Iterator[None]:
     """Inside the block, what a cluster's client raises while it connects becomes a typed error."""
     try:
         yield
     except errors as error:
         what = f"The {kind} cluster cannot be used: {first_line(error).rstrip('.')}."
         remedy = "Give the address of a cluster that runs, with the versions of Python and packages of this machine."
-        raise ConfigError(what, field=f"{section}.runner.address", value=address or "unset", remedy=remedy) from error
+        raise ConfigError(what, field="prepare.runner.address", value=address or "unset", remedy=remedy) from error

@@ -42,12 +42,12 @@ class Dask(Cluster):
 
 
 @contextlib.contextmanager
-def connect(settings: RunnerSettings, *, section: str) -> Iterator[Dask]:
+def connect(settings: RunnerSettings) -> Iterator[Dask]:
     """Connect to the scheduler, or start one with workers on this machine; the block's end ends those."""
     address = settings.address
     with contextlib.ExitStack() as stack, warnings.catch_warnings():
         warnings.simplefilter("ignore", VersionMismatchWarning)  # those that matter, workers refuse
-        with no_cluster("Dask", address, section, (OSError, ValueError)):
+        with no_cluster("Dask", address, (OSError, ValueError)):
             if address is None:
                 address = stack.enter_context(_start_here(settings.workers, stack)).scheduler_address
             else:

@@ -49,15 +49,15 @@ def work_elsewhere(number: int, text: str) -> State[Any]:
     return Completed(data=answer) if failure is None else Failed(message=failure["message"], data=answer)
 
 
-def open_cluster(runner: RunnerSettings, *, section: str) -> AbstractContextManager[Cluster]:
+def open_cluster(runner: RunnerSettings) -> AbstractContextManager[Cluster]:
     """Connect to the cluster, or start one on this machine, which ends with the block. Imports its package."""
     if runner.kind == "dask":
         from trainflow.tasks.runners import dask_tasks
 
-        return dask_tasks.connect(runner, section=section)
+        return dask_tasks.connect(runner)
     from trainflow.tasks.runners import ray_tasks
 
-    return ray_tasks.connect(runner, section=section)
+    return ray_tasks.connect(runner)
 
 
 def launch_mapped(
@@ -71,7 +71,7 @@ def launch_mapped(
 ) -> None:
     """Carry a request out in workers of a cluster that share its parts: one that is lost ends no other."""
     config = replace(launch.to_config(), kind="process", processes=1, threads=launch.threads or 1)
-    with Owner(Store.open(request.output)) as owner, open_cluster(runner, section=request.verb) as cluster:
+    with Owner(Store.open(request.output)) as owner, open_cluster(runner) as cluster:
         texts = [owner.job(request, config, number) for number in range(runner.workers)]
         futures = send_little(lambda: cluster.map(work_elsewhere, texts))
         mapped = _Mapped(cluster, futures, owner, config, Progress(on_event), on_line, on_event)

@@ -50,9 +50,9 @@ class RayTasks(Cluster):
 
 
 @contextlib.contextmanager
-def connect(settings: RunnerSettings, *, section: str) -> Iterator[RayTasks]:
+def connect(settings: RunnerSettings) -> Iterator[RayTasks]:
     """Join the cluster, or start one on this machine; the block's end leaves it, and ends that."""
-    with no_cluster("Ray", settings.address, section, NO_CLUSTER):
+    with no_cluster("Ray", settings.address, NO_CLUSTER):
         if settings.address is None:
             ray = join_cluster("local", num_cpus=settings.workers, include_dashboard=False)
         else:

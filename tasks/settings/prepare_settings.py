@@ -46,38 +46,28 @@ class RunnerSettings(Settings):
     )
 
 
-def check_runner(runner: RunnerSettings, launch: LaunchSettings, *, section: str, is_sharded: bool) -> None:
+def check_runner(runner: RunnerSettings, launch: LaunchSettings, *, is_sharded: bool) -> None:
     """Check what can be checked without a cluster; `launch` starts each worker."""
     for package in (runner.kind, f"prefect_{runner.kind}"):
         if importlib.util.find_spec(package) is None:  # finds it without importing it
-            raise MissingExtraError(
-                f"This runner belongs to the package {package.replace('_', '-')}, which is not installed.",
-                extra=runner.kind,
-                field=f"{section}.runner.kind",
-                value=runner.kind,
-            )
+            what = f"This runner belongs to the package {package.replace('_', '-')}, which is not installed."
+            raise MissingExtraError(what, extra=runner.kind, field="prepare.runner.kind", value=runner.kind)
     if not is_sharded:
-        raise ConfigError(
-            "The recipe prepares its data in one process: it has no function 'prepare_shard'.",
-            field=f"{section}.runner.kind",
-            value=runner.kind,
-            remedy=f"Define list_sources and prepare_shard (docs/recipes/many-sources.md), or remove {section}.runner.",
-        )
+        what = "The recipe prepares its data in one process: it has no function 'prepare_shard'."
+        remedy = "Define list_sources and prepare_shard (docs/recipes/many-sources.md), or remove prepare.runner."
+        raise ConfigError(what, field="prepare.runner.kind", value=runner.kind, remedy=remedy)
     form, remedy = _ADDRESSES[runner.kind]
     if runner.address is not None and not re.fullmatch(form, runner.address):
         what = f"This is not the address of a {runner.kind.capitalize()} cluster."
-        raise ConfigError(what, field=f"{section}.runner.address", value=runner.address, remedy=remedy)
+        raise ConfigError(what, field="prepare.runner.address", value=runner.address, remedy=remedy)
     wrong = [name for name in _DECIDED if getattr(launch, name) is not None]
     wrong += ["kind"] if launch.kind not in ("auto", "process") else []
     wrong += ["processes"] if launch.processes not in ("auto", 1) else []
     wrong += ["nodes"] if str(launch.nodes) != "1" else []
     for name in wrong:
-        raise ConfigError(
-            "The runner decides this: it starts one process for each worker, wherever the cluster has room.",
-            field=f"{section}.launch.{name}",
-            value=getattr(launch, name),
-            remedy=f"Remove it, or remove {section}.runner.",
-        )
+        what = "The runner decides this: it starts one process for each worker, wherever the cluster has room."
+        remedy = "Remove it, or remove prepare.runner."
+        raise ConfigError(what, field=f"prepare.launch.{name}", value=getattr(launch, name), remedy=remedy)
 
 
 class MixtureSource(Settings):

@@ -42,7 +42,7 @@ class Use(NamedTuple):
 
 
 def _distribute(kind: Any) -> None:
-    check_runner(RunnerSettings(kind=kind, workers=2), LaunchSettings(), section="prepare", is_sharded=True)
+    check_runner(RunnerSettings(kind=kind, workers=2), LaunchSettings(), is_sharded=True)
 
 
 def _load_in_few_bits() -> None:

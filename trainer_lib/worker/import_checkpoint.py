@@ -107,7 +107,7 @@ def _names(source: Source, model: nn.Module) -> Names:
     # Whichever rule fits the groups and shapes made them, transformers' or ours.
     candidates = [
         [[name for name in trained if name in decaying], [name for name in trained if name not in decaying]]
-        for decaying in (set(_peers_decay_names(model, "")), set(get_decay_parameter_names(model)))
+        for decaying in (set(_peers_decay_names(model)), set(get_decay_parameter_names(model)))
     ]
     candidates.append([list(trained)])
     state, groups = source.optimizer["state"], source.optimizer["param_groups"]
@@ -149,13 +149,13 @@ def _may_decay(name: str) -> bool:
     return not _PEERS_RULE.search(name.lower())
 
 
-def _peers_decay_names(module: nn.Module, prefix: str) -> Iterator[str]:
+def _peers_decay_names(module: nn.Module) -> Iterator[str]:
     """The transformers Trainer's own rule (`get_parameter_names` in its trainer_pt_utils)."""
     for name, child in module.named_children():
         if not isinstance(child, nn.LayerNorm):
-            inner = _peers_decay_names(child, "")
-            yield from (f"{prefix}{name}.{below}" for below in inner if _may_decay(f"{name}.{below}"))
-    yield from (f"{prefix}{name}" for name in module._parameters if _may_decay(name))
+            inner = _peers_decay_names(child)
+            yield from (f"{name}.{below}" for below in inner if _may_decay(f"{name}.{below}"))
+    yield from (name for name in module._parameters if _may_decay(name))
 
 
 def _weights(source: Source, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:

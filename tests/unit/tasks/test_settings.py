@@ -47,7 +47,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def check(launch: dict[str, Any] | None = None, *, is_sharded: bool = True, **runner: Any) -> None:
     settings = RunnerSettings(**{"kind": "dask", "workers": 4, **runner})
-    check_runner(settings, LaunchSettings(**(launch or {})), section="prepare", is_sharded=is_sharded)
+    check_runner(settings, LaunchSettings(**(launch or {})), is_sharded=is_sharded)
 
 
 @pytest.mark.parametrize("address", ["tcp://10.0.0.1:8786", "tls://host:8786", "host:8786", None])
