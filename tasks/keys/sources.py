@@ -308,11 +308,7 @@ def _http_tag(source: str, field: str) -> str:
         remedy = "Check the address and the network, then run the same command again."
         raise StoreUnreachableError(f"The server cannot be reached: {what}.", field=source, remedy=remedy) from error
     if not tag:
-        raise ConfigError(
-            "The server gives no ETag, so a change could not be noticed.",
-            field=field,
-            value=source,
-            remedy="Download the file to a folder and declare that.",
-        )
+        what = "The server gives no ETag, so a change could not be noticed."
+        raise ConfigError(what, field=field, value=source, remedy="Download the file to a folder and declare that.")
     # A weak tag names the same content under another encoding: good enough to notice a change.
     return hashlib.sha256(f"{tag.removeprefix('W/')} {size}".encode()).hexdigest()

@@ -82,11 +82,8 @@ def choosing_metrics(train: TrainConfig, evaluate: EvaluateConfig, context: Stag
     # Of a loss that the Trainer knows by its name, the least one is chosen.
     is_known = not found and wanted.endswith("loss")
     if is_less_better(measured) and not is_known and train.args.get("greater_is_better") is None:
-        raise ConfigError(
-            f"Less is better of {measured}, and unless the setting says so the greatest one is chosen.",
-            field="train.args.greater_is_better",
-            remedy="Set train.args.greater_is_better=false.",
-        )
+        what = f"Less is better of {measured}, and unless the setting says so the greatest one is chosen."
+        raise ConfigError(what, field="train.args.greater_is_better", remedy="Set train.args.greater_is_better=false.")
     code = code_of(train, context)
     if not found and wanted != "loss" and not any(code.defines(name) for name in _MEASURES):
         near = nearest(wanted, [call.result for call in calls])

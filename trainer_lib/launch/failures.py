@@ -225,11 +225,8 @@ def _silent_rank(rank: int, code: int, ending: Ending, host: str | None, killed_
         if -code in _CRASHES:
             remedy = "A native library crashed; the last lines it printed are in the details (--debug)."
         return InfrastructureError(f"Rank {rank} was killed by {signal_name(-code)}{when}.", remedy=remedy, **where)
-    return InfrastructureError(
-        f"Rank {rank} ended with exit code {code}{when} and recorded no reason.",
-        remedy="The last lines it printed are in the details (--debug).",
-        **where,
-    )
+    what = f"Rank {rank} ended with exit code {code}{when} and recorded no reason."
+    return InfrastructureError(what, remedy="The last lines it printed are in the details (--debug).", **where)
 
 
 def _launcher_failed(guard: dict[str, Any] | None, ending: Ending) -> TrainflowError:

@@ -72,11 +72,9 @@ def best_run(trials: list[Any], direction: str) -> BestRun:
 def _none_completed(trials: list[Any]) -> Exception:
     died = [str(trial.get_error() or "") for trial in trials if trial.status == "ERROR"]
     if died:
-        return InfrastructureError(
-            f"None of {len(trials)} trials was completed: the processes of {len(died)} died.",
-            remedy="Look at Ray's own logs; give each trial more memory (resources_per_trial).",
-            details="\n".join(died),
-        )
+        what = f"None of {len(trials)} trials was completed: the processes of {len(died)} died."
+        remedy = "Look at Ray's own logs; give each trial more memory (resources_per_trial)."
+        return InfrastructureError(what, remedy=remedy, details="\n".join(died))
     remedy = "Narrow the ranges; every failure was logged as a warning."
     return ConfigError(f"None of {len(trials)} trials was completed: all failed.", field="hp_space", remedy=remedy)
 
@@ -220,19 +218,12 @@ class RaySearch:
                 remedy = _OURS.get(name) or suggestion(name, _OPTIONS)
                 raise ConfigError("This option does not exist.", field=name, remedy=remedy)
         if self._runner.comm.world_size > 1:
-            raise ConfigError(
-                "Ray starts the trials' processes itself.",
-                field="backend",
-                value="ray",
-                remedy="Start the script as one process; resources_per_trial says what each trial gets.",
-            )
+            remedy = "Start the script as one process; resources_per_trial says what each trial gets."
+            raise ConfigError("Ray starts the trials' processes itself.", field="backend", value="ray", remedy=remedy)
         if len(self._settings.directions) > 1:
-            raise ConfigError(
-                "Ray Tune compares trials by one number.",
-                field="direction",
-                value=self._settings.directions,
-                remedy='Give one direction, or use backend="optuna".',
-            )
+            what = "Ray Tune compares trials by one number."
+            remedy = 'Give one direction, or use backend="optuna".'
+            raise ConfigError(what, field="direction", value=self._settings.directions, remedy=remedy)
         require_end(self._settings, "time_budget_s")
 
     def _read_space(self) -> dict[str, Any]:

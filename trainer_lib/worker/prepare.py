@@ -255,12 +255,9 @@ def _check_empty(found: dict[str, SplitOfParts]) -> None:
         remedy = "Check the filters in prepare_shard(), and what list_sources() returns."
         raise DataError("All sources together have no rows.", field="prepare_shard", remedy=remedy)
     if empty:
-        raise DataError(
-            f"The split '{empty[0]}' is empty in every source.",
-            field="prepare_shard",
-            value=empty[0],
-            remedy="Check the filters in prepare_shard(); leave the split out if it is not needed.",
-        )
+        what = f"The split '{empty[0]}' is empty in every source."
+        remedy = "Check the filters in prepare_shard(); leave the split out if it is not needed."
+        raise DataError(what, field="prepare_shard", value=empty[0], remedy=remedy)
 
 
 def _check_ids(store: Store, found: dict[str, SplitOfParts]) -> list[str]:

@@ -234,12 +234,8 @@ def _check_environment(config: LaunchConfig) -> None:
             raise refused("env", name, "This variable would change what is trained, but not the stage's key.", remedy)
     if config.devices is not None and "CUDA_VISIBLE_DEVICES" in config.env:
         value = config.env["CUDA_VISIBLE_DEVICES"]
-        raise refused(
-            "devices",
-            list(config.devices),
-            f"The setting env gives CUDA_VISIBLE_DEVICES={value} as well.",
-            "Keep one of the two.",
-        )
+        what = f"The setting env gives CUDA_VISIBLE_DEVICES={value} as well."
+        raise refused("devices", list(config.devices), what, "Keep one of the two.")
     # The environment counts as well: the workers inherit it.
     check_selection({**os.environ, **config.env, **selection_variables(config.devices, config.device_order)})
 
@@ -286,12 +282,8 @@ def _check_nodes(config: LaunchConfig) -> None:
         return
     most = config.node_range[1]
     if config.kind not in ("auto", "torchrun"):
-        raise refused(
-            "kind",
-            config.kind,
-            "This launcher starts the processes of one machine only.",
-            "Set kind=torchrun for several machines.",
-        )
+        remedy = "Set kind=torchrun for several machines."
+        raise refused("kind", config.kind, "This launcher starts the processes of one machine only.", remedy)
     if config.node_rank is not None and not 0 <= config.node_rank < most:
         raise refused("node_rank", config.node_rank, f"There are at most {most} machines.", "Count from 0.")
     try:
@@ -338,19 +330,12 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     if "TRAINFLOW_LOCAL_RANK" in config.env:
         return config.processes  # one task of several here: the scheduler that started them has counted the devices
     if on_devices and config.processes > on_devices:
-        raise refused(
-            "processes",
-            config.processes,
-            f"This machine offers {counted(on_devices, 'CUDA device')}, and each process needs its own.",
-            f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true.",
-        )
+        what = f"This machine offers {counted(on_devices, 'CUDA device')}, and each process needs its own."
+        remedy = f"Use at most {on_devices}, or train on the CPU with train.args.use_cpu=true."
+        raise refused("processes", config.processes, what, remedy)
     if not on_devices and config.processes > num_cores():
-        raise refused(
-            "processes",
-            config.processes,
-            f"This process may use {counted(num_cores(), 'CPU core')}, and further workers would only wait for them.",
-            f"Use at most {num_cores()}.",
-        )
+        what = f"This process may use {counted(num_cores(), 'CPU core')}, and further workers would only wait for them."
+        raise refused("processes", config.processes, what, f"Use at most {num_cores()}.")
     return config.processes
 
 
@@ -377,12 +362,8 @@ def _with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
 def _with_machines(config: LaunchConfig, found: environment.Machines, *, use_cpu: bool) -> LaunchConfig:
     """Take the machines that Kubeflow, SkyPilot or dstack started: they start their own processes."""
     if found.is_exact and config.processes not in ("auto", found.processes):
-        raise refused(
-            "processes",
-            config.processes,
-            f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE).",
-            "Leave it out, or make them equal.",
-        )
+        what = f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE)."
+        raise refused("processes", config.processes, what, "Leave it out, or make them equal.")
     # A number of GPUs is what machines have, of which fewer may be used, or none.
     if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
         config = replace(config, processes=found.processes)
@@ -400,12 +381,8 @@ def _with_ranks(config: LaunchConfig, found: environment.Ranks) -> LaunchConfig:
     local = {}
     if found.local_world_size > 1:
         if config.processes not in ("auto", 1):
-            raise refused(
-                "processes",
-                config.processes,
-                f"Each of this machine's {found.local_world_size} tasks is one process ({found.source}).",
-                "Leave it out, or start one task per machine.",
-            )
+            what = f"Each of this machine's {found.local_world_size} tasks is one process ({found.source})."
+            raise refused("processes", config.processes, what, "Leave it out, or start one task per machine.")
         config = replace(config, processes=1)
         local = {"TRAINFLOW_LOCAL_RANK": f"{found.local_rank}/{found.local_world_size}"}
     return replace(
@@ -440,12 +417,8 @@ def _check_engine(config: LaunchConfig) -> None:
                 name, getattr(config, name), f"The engine {config.engine} decides this on the cluster.", "Remove it."
             )
     if config.processes == "auto" and not config.is_one_process:
-        raise refused(
-            "processes",
-            "auto",
-            "The devices of the cluster's machines cannot be seen from here, and the global batch depends on them.",
-            "Give the number of processes of each machine.",
-        )
+        what = "The devices of the cluster's machines cannot be seen from here, and the global batch depends on them."
+        raise refused("processes", "auto", what, "Give the number of processes of each machine.")
     if config.is_one_process and config.several_nodes:
         raise refused("nodes", config.nodes, "The launcher 'process' runs one process.", "Set kind=auto.")
     if config.engine == "ray":
@@ -456,12 +429,8 @@ def _check_engine(config: LaunchConfig) -> None:
 
 def _check_ray(config: LaunchConfig) -> None:
     if importlib.util.find_spec("ray") is None:  # finds it without importing it
-        raise MissingExtraError(
-            "This engine belongs to the package ray, which is not installed.",
-            extra="ray",
-            field="train.launch.engine",
-            value="ray",
-        )
+        what = "This engine belongs to the package ray, which is not installed."
+        raise MissingExtraError(what, extra="ray", field="train.launch.engine", value="ray")
     if config.address is not None and not re.fullmatch(r"auto|[^/\s]+:\d+", config.address):
         remedy = "Give host:port of its head, and run the command on a machine of the cluster; ray:// is not served."
         raise refused("address", config.address, "This is not the address of a Ray cluster.", remedy)
@@ -474,12 +443,8 @@ def _check_ray(config: LaunchConfig) -> None:
 def _check_slurm(config: LaunchConfig) -> None:
     for program in _PROGRAMS:
         if shutil.which(program) is None:
-            raise refused(
-                "engine",
-                "slurm",
-                f"Slurm's program {program} is not on this machine's PATH.",
-                "Run the command where jobs are submitted, on a login node of the cluster.",
-            )
+            remedy = "Run the command where jobs are submitted, on a login node of the cluster."
+            raise refused("engine", "slurm", f"Slurm's program {program} is not on this machine's PATH.", remedy)
     if config.address is not None:
         raise refused(
             "address", config.address, "Slurm's programs know their cluster.", "Remove it (engine_options.clusters)."

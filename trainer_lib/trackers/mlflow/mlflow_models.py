@@ -147,12 +147,9 @@ def download_model(address: str) -> Path:
             raise StoreUnreachableError(message, field="model", value=address, remedy=remedy) from error
         # Without the name of its error code and the full stop.
         message = re.sub(r"^[A-Z_]+: ", "", first_line(error)).rstrip(".")
-        raise ConfigError(
-            f"The registry has no such model: {message}.",
-            field="model",
-            value=address,
-            remedy="Set MLFLOW_TRACKING_URI to its server; trainflow models lists names, versions and aliases.",
-        ) from error
+        what = f"The registry has no such model: {message}."
+        remedy = "Set MLFLOW_TRACKING_URI to its server; trainflow models lists names, versions and aliases."
+        raise ConfigError(what, field="model", value=address, remedy=remedy) from error
     if not place.is_dir():
         remedy = "Load it with mlflow.pyfunc.load_model."
         raise ConfigError("This model was not logged by trainflow.", field="model", value=address, remedy=remedy)
