@@ -16,6 +16,7 @@ sections, or `train.model: {config: {model_type: vit, …}}` for weights at rand
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.data.rows.row_sources import format_of
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.shared.model_places import (
     from_place,
@@ -48,6 +50,8 @@ from trainer_lib.recipes.shared.targets import (
 from trainer_lib.recipes.tables.cells import id_of
 from trainer_lib.recipes.tables.image_files import (
     ADDRESS,
+    BITS,
+    DEEP,
     FITS,
     FOLDER_LABEL,
     IMAGE,
@@ -247,6 +251,7 @@ MODEL: dict[str, Any] = {
     "augment": {},  # random changes of training images: flip, shift, rotate, zoom
 }
 """The settings of `build_model` (`train.model`), with their defaults."""
+_DARK = 2  # bits above the values of all images
 SIZE = 64
 """Height and width where neither an option nor a model says another."""
 
@@ -264,6 +269,7 @@ class ImageRows(TabularRows):
         "size": None,  # pixels of a side, or height and width
         "fit": "stretch",  # of an image of another shape; or crop, or pad
         "colours": "rgb",  # or grey
+        "bits": DEEP,  # of the values in greys of more than 8 bits: the upper 8 are kept
     }
 
     @override
@@ -275,12 +281,21 @@ class ImageRows(TabularRows):
                 addresses, column, rename=rename, field=field, readers=readers, read=self.options["read"]
             )
         table = find_images(addresses, field=field)
-        above = {str(name).lower() for name in table.columns[SPLIT]}
-        if above <= USUAL_SPLITS and self.options["split"].get("by") != "column" and not self.options["files"]:
-            names = ", ".join(sorted(above))
-            what = f"The folders above those of the classes are called {names}: they are splits, and would be mixed."
-            remedy = "Set prepare.options.split={by: column, column: split}."
-            raise ConfigError(what, field=f"{FIELD}.split", value=self.options["split"], remedy=remedy)
+        way, by_names = self.options["split"], "prepare.options.split={by: column, column: split}"
+        above = by_names.replace("split}", "label}") + ", and prepare.options.label=split"
+        for column, remedy in ((SPLIT, by_names), (FOLDER_LABEL, above)):
+            names = {str(name) for name in table.columns[column] if str(name).lower() in USUAL_SPLITS}
+            if len(names) > 1 and way.get("by") != "column" and not self.options["files"]:
+                what = (
+                    f"Folders of the images are called {', '.join(sorted(names))}: they are splits, and would be mixed."
+                )
+                raise ConfigError(what, field=f"{FIELD}.split", value=way, remedy=f"Set {remedy}.")
+        if self.options["label"] == FOLDER_LABEL and way.get("column") != SPLIT:
+            deep = next((row for row, path in enumerate(table.columns[IMAGE]) if path.count("/") > 1), None)
+            if deep is not None:
+                own, upper = (table.columns[column][deep] for column in (FOLDER_LABEL, SPLIT))
+                what = f"The class of an image is its own folder, such as '{own}'"
+                self._warnings.append(f"{what}; prepare.options.label=split takes the one above, such as '{upper}'.")
         return table
 
     @override
@@ -299,14 +314,27 @@ class ImageRows(TabularRows):
         """
         ids, reader = self._ids(), ImageReader(form, "the folder of the table")
         paths, addresses = self.table.texts(self.options["image"] or IMAGE), self.table.columns[ADDRESS]
+        first: dict[bytes, tuple[str, int]] = {}
 
         def read(split: str, chosen: Sequence[int]) -> Iterator[dict[str, Any]]:
+            repeats: dict[str, list[str]] = {}
             for row in chosen:
                 place = self.table.places[row] if self.options["image"] else ""
                 pixels = reader.read(addresses[row], place)
                 if split == "train":
                     count_pixels(counts, pixels)
+                before, other = first.setdefault(hashlib.sha256(pixels.tobytes()).digest(), (split, row))
+                pair = f"{paths[row]} is {paths[other]}"
+                if before != split:
+                    repeats.setdefault(f"are in '{before}' as well, which makes measures too good", []).append(pair)
+                if not np.array_equal(labels[row], labels[other]):
+                    repeats.setdefault("are there with another label as well", []).append(pair)
                 yield {"row_id": ids[row], "image": paths[row], "pixels": pixels, "labels": labels[row]}
+            for what, those in repeats.items():
+                self._warnings.append(f"Images of '{split}' {what}: {len(those):,}, such as {those[0]}.")
+            if split == "train" and 0 < form.deepest <= form.bits - _DARK:
+                what = f"Images of {form.bits} bits use {form.deepest} of them, and the upper 8 are kept"
+                self._warnings.append(f"{what}: prepare.options.bits={max(form.deepest, 8)} keeps more.")
 
         return {split: read(split, chosen.tolist()) for split, chosen in self.splits.items()}
 
@@ -324,7 +352,11 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     require_choice(chosen["colours"], MODES, field=f"{FIELD}.colours")
     place = one_of(chosen, field=FIELD)
     size, normal = (None, None) if place is None else find_image_settings(place, field=FIELD)
-    form = {"size": _size(chosen["size"], size), "colours": chosen["colours"], "fit": chosen["fit"]}
+    if not 8 <= chosen["bits"] <= DEEP:
+        raise ConfigError("This is not a number of bits.", field=BITS, value=chosen["bits"], remedy="Give 8 to 16.")
+    form = {"size": _size(chosen["size"], size), **{name: chosen[name] for name in ("colours", "fit", "bits")}}
+    if chosen["image"] and all(map(format_of, out.sources)):
+        out.warnings.append("No folder with images is in prepare.sources, so that changed images are not noticed.")
     counts: dict[str, Any] = {}
     # The images are counted as the rows are read.
     labels = label_rows(table, out.info)

@@ -17,6 +17,8 @@ from torch import nn
 
 from tests.support.named_recipes import Prepared, collate_of, prepare_sources, refusal, trainer_of
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.image_classification import (
     augment_training,
     find_image_settings,
@@ -25,6 +27,7 @@ from trainer_lib.recipes.image_classification import (
 )
 from trainer_lib.recipes.shared.targets import head_settings
 from trainer_lib.recipes.tables.image_files import ImageForm
+from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import digits
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
@@ -202,6 +205,79 @@ def test_files_and_options_that_spoil_the_training_are_refused(tmp_path: Path) -
     assert refused(tmp_path, [tmp_path / "empty"]).field == "prepare.sources"
 
 
+def several(folder: Path, *names: str) -> None:
+    """Eight different images in each of these folders, or one image of a name with an ending."""
+    for number, name in enumerate(names):
+        for place in [name] if "." in name else [f"{name}/{image}.png" for image in range(8)]:
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            shade = np.full((4, 4), 8 * number + int(Path(place).stem.strip("_")) if "/" in place else 99, np.uint8)
+            Image.fromarray(shade).save(folder / place, "PNG")
+
+
+SPLIT_LABELS = "called test, train: … column: label}, and prepare.options.label=split"
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "words"),
+    [
+        ("cat dog stray.png", {}, "cat/0.png and stray.png are not equally deep … prepare.sources=[FOLDER/*/*]"),
+        ("cat dog cat/more", {}, "cat/0.png and cat/more/0.png are not equally deep"),
+        ("train/cat train/dog test", {}, "test/0.png and train/cat/0.png are not equally deep"),
+        ("train/cat test/dog spare/dog", {}, "called test, train: they are splits … {by: column, column: split}"),
+        ("cat/train cat/test dog/train", {}, SPLIT_LABELS),
+        ("cat dog", {"bits": 20}, "not a number of bits … Give 8 to 16"),
+        (
+            "cat/x dog/y",
+            {},
+            "own folder, such as 'x'; prepare.options.label=split takes the one above, such as 'cat'",
+        ),
+        ("cat/x dog/y", {"label": "split"}, ""),
+        ("train/cat train/dog", {}, ""),  # a split by itself mixes none
+        ("cat dog fox/1.heic", {}, "1 file without images left out, such as fox/1.heic."),
+        ("cat dog dog/_28.jfif cat/_29.JPG", {"rows": 18}, ""),  # as cameras and browsers write them
+    ],
+)
+def test_folders_that_may_mean_something_else_are_refused_or_named(
+    tmp_path: Path, names: str, options: dict[str, Any], words: str
+) -> None:
+    several(tmp_path / "all", *names.split())
+    source, more = tmp_path / "all" / ("train" if names.endswith("train/dog") else ""), dict(options)
+    out, rows = PrepareOutput(Store.open(tmp_path / "out"), [str(source)], ()), more.pop("rows", 16)
+    given = {"size": 8, "split": {"test": 0.25, "validation": 0.25}, **more}
+    try:
+        splits = load(recipe_file("image-classification"), tmp_path).prepare(given, out)
+        assert sum(len(list(part)) for part in splits.values()) == rows
+    except TrainflowError as error:
+        out.warnings = [str(error)]
+    assert len(out.warnings) == bool(words)
+    assert all(part in " ".join(out.warnings) for part in words.split(" … "))
+
+
+def test_images_that_are_there_twice_are_counted_and_dark_ones_of_16_bits_named(tmp_path: Path) -> None:
+    lines = []
+    for number in range(16):
+        deep = np.full((2, 2), 100 * (number % 12), np.uint16)
+        Image.fromarray(deep).save(tmp_path / f"{number}.png")
+        lines.append(f".\\{number}.png,{'a' if number < 8 else 'b'},{'train' if number % 8 < 6 else 'test'}\n")
+    (tmp_path / "list.csv").write_text("file,label,fold\n" + "".join(lines))
+    out = PrepareOutput(Store.open(tmp_path / "out"), [str(tmp_path / "list.csv")], ())
+    options = {"size": 2, "image": "file", "split": {"by": "column", "column": "fold"}, "colours": "grey"}
+    prepare = load(recipe_file("image-classification"), tmp_path).prepare
+    for rows in prepare(options, out).values():
+        list(rows)
+    assert [warning.partition(", such")[0] for warning in out.warnings] == [
+        "No folder with images is in prepare.sources, so that changed images are not noticed.",
+        "Images of 'train' are there with another label as well: 2",
+        "Images of 16 bits use 11 of them, and the upper 8 are kept: prepare.options.bits=11 keeps more.",
+        "Images of 'test' are in 'train' as well, which makes measures too good: 2",
+        "Images of 'test' are there with another label as well: 2",
+    ]
+    train = prepare({**options, "bits": 11}, out)["train"]
+    assert [row["pixels"][0, 0, 0] for row in train][:6] == [100 * number >> 3 for number in range(6)]
+    error = refusal(lambda: [list(rows) for rows in prepare({**options, "bits": 10}, out).values()])
+    assert "the value 1,100, which has more than 10 bits" in error.message and "bits=11" in str(error)
+
+
 # -- modes and sizes --------------------------------------------------------------------------------------------------
 def pixels(image: Image.Image, form: ImageForm, kind: str = "PNG", **saved: Any) -> np.ndarray:
     content = io.BytesIO()
@@ -225,8 +301,8 @@ def test_every_mode_of_a_file_becomes_the_stated_colours() -> None:
     exif[0x0112] = 6  # to be turned by 90 degrees
     upright = pixels(turned, ImageForm([4, 2], "grey", "stretch"), exif=exif)
     assert upright[0, 1, 0] == 255 and upright.shape == (4, 2, 1)
-    for wide in (np.full((2, 2), 1e6, np.int32), np.full((2, 2), 0.5, np.float32)):
-        with pytest.raises(DataError, match="32 bits for a pixel"):
+    for wide in (np.full((2, 2), 200, np.int32), np.full((2, 2), 0.5, np.float32)):
+        with pytest.raises(DataError, match=r"^prepare\.sources: here: the image has 32 bits for a pixel"):
             pixels(Image.fromarray(wide), grey, "TIFF")
 
 

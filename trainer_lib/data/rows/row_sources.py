@@ -73,7 +73,9 @@ def format_of(path: str, formats: Mapping[str, str] = TABLES) -> str | None:
     return None if plain != path.lower() and found not in _TEXTS else found
 
 
-def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = TABLES) -> list[RowFile]:
+def find_row_files(
+    addresses: Sequence[str], formats: Mapping[str, str] = TABLES, others: list[str] | None = None
+) -> list[RowFile]:
     """The files that paths, URLs, folders and patterns (``s3://bucket/day=*/part-*.csv``) stand for.
 
     The addresses keep their order; what one of them stands for is sorted by name. `**` stands for any folders.
@@ -81,12 +83,13 @@ def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = TABLES
     Args:
         addresses: what is given.
         formats: ending of a file's name -> its format; other files are not taken.
+        others: gets the paths of files in folders that have another ending.
 
     Raises:
         ConfigError: an address stands for no file, for a file of an unknown format, or for one that another stands for.
         StorageError: a store cannot be listed.
     """
-    found = [file for address in addresses for file in _resolve(address, formats)]
+    found = [file for address in addresses for file in _resolve(address, formats, others)]
     seen: set[str] = set()
     for file in found:
         if file.address in seen:
@@ -95,7 +98,7 @@ def find_row_files(addresses: Sequence[str], formats: Mapping[str, str] = TABLES
     return found
 
 
-def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
+def _resolve(address: str, formats: Mapping[str, str], others: list[str] | None) -> list[RowFile]:
     if is_pattern(address):
         return _expand(address, formats)
     folder, name = _split(address)
@@ -109,6 +112,8 @@ def _resolve(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     listed = [info for info in below.list() if not is_hidden(info.path)]
     files = [RowFile(below.url, info.path, info.size) for info in listed if _is_data(info.path, formats, address)]
     if files:
+        if others is not None:
+            others += [info.path for info in listed if format_of(info.path, formats) is None]
         return files
     near = nearest(name, store.children()) if name and not listed else None
     raise ConfigError(
@@ -189,7 +194,8 @@ def _is_data(path: str, formats: Mapping[str, str], address: str) -> bool:
     name = path.rpartition("/")[2]
     if name.lower().endswith(_ONLY_NAMED) and not address.lower().endswith(_ONLY_NAMED):
         return False
-    return format_of(path, formats) is not None and not name.startswith("_") and name != "COMMIT.json"
+    found = format_of(path, formats)
+    return found == "image" or (found is not None and not name.startswith("_") and name != "COMMIT.json")
 
 
 def _split(address: str) -> tuple[str, str]:

@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trainer_lib.base.paths import absolute_path, is_path
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, StorageError, first_line
 from trainer_lib.recipes.tables.table_files import SOURCES, Reader, Table, Values, naming_sources, read_table
@@ -28,9 +29,11 @@ MODES = {"rgb": "RGB", "grey": "L"}
 """Colours that an image may be given -> Pillow's mode."""
 FOLDER_LABEL, IMAGE, SPLIT, ADDRESS = "label", "image", "split", "(address)"
 """The columns of an image folder: an image's folder, its path, the folder above, and where it is on this machine."""
-USUAL_SPLITS = {"train", "training", "validation", "valid", "val", "test"}
-"""Names of folders above those of the classes that are splits."""
-_SIXTEEN_BITS = 1 << 16
+USUAL_SPLITS = {"train", "training", "validation", "valid", "val", "dev", "eval", "test"}
+"""Names of folders that are splits."""
+DEEP = 16
+"""Bits of the values in deep greys, where no option says fewer."""
+BITS = "prepare.options.bits"
 _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.DecompressionBombError)
 
 
@@ -41,11 +44,15 @@ class ImageForm:
         size: height and width in pixels.
         colours: rgb or grey.
         fit: one of `FITS`.
+        bits: of the values in greys of more than 8 bits.
+
+    Attributes:
+        deepest: bits of the greatest of these values so far; 0 before the first one.
     """
 
-    def __init__(self, size: Sequence[int], colours: str, fit: str) -> None:
+    def __init__(self, size: Sequence[int], colours: str, fit: str, bits: int = DEEP) -> None:
         self.height, self.width = (int(side) for side in size)
-        self._mode, self._fit = MODES[colours], fit
+        self._mode, self._fit, self.bits, self.deepest = MODES[colours], fit, bits, 0
 
     @property
     def channels(self) -> int:
@@ -62,7 +69,9 @@ class ImageForm:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Pillow, about details of a file that it reads all the same
                 with Image.open(io.BytesIO(content)) as opened:
-                    image = _in_colours(ImageOps.exif_transpose(opened), self._mode, place)
+                    image = self._in_colours(self._in_8_bits(ImageOps.exif_transpose(opened), opened.format, place))
+        except DataError:
+            raise
         except _UNREADABLE as error:
             unknown = isinstance(error, UnidentifiedImageError)
             why = "is not an image" if unknown else f"cannot be read as an image ({first_line(error)})"
@@ -76,25 +85,27 @@ class ImageForm:
             image = fitted(image, size, Image.Resampling.BILINEAR)
         return np.asarray(image, np.uint8).reshape(self.height, self.width, self.channels)
 
+    def _in_8_bits(self, image: Image.Image, kind: str | None, place: str) -> Image.Image:
+        """The image with the upper 8 of its bits."""
+        if not image.mode.startswith(("I", "F")):
+            return image
+        if not image.mode.startswith("I;16") and (image.mode, kind) not in (("I", "PNG"), ("I", "PPM")):
+            what = f"{place}: the image has 32 bits for a pixel (mode {image.mode})"
+            remedy = "Convert it to 8 or 16 bits."
+            raise DataError(f"{what}, and which value is white is not known.", field=SOURCES, remedy=remedy)
+        values = np.asarray(image).astype(np.uint16)
+        self.deepest = max(self.deepest, found := int(values.max()).bit_length())
+        if found > self.bits:
+            what = f"{place}: the image has the value {values.max():,}, which has more than {self.bits} bits."
+            raise DataError(what, field=BITS, value=self.bits, remedy=f"Set {BITS}={found}.")
+        return Image.fromarray((values >> (self.bits - 8)).astype(np.uint8))
 
-def _in_colours(image: Image.Image, mode: str, place: str) -> Image.Image:
-    """The image as RGB or grey."""
-    if image.mode.startswith("I"):
-        values = np.asarray(image)
-        if values.min() < 0 or values.max() >= _SIXTEEN_BITS:
-            raise _unknown_range(image.mode, place)
-        image = Image.fromarray((values.astype(np.uint32) >> 8).astype(np.uint8))
-    elif image.mode == "F":
-        raise _unknown_range(image.mode, place)
-    if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
-        over = image.convert("RGBA")
-        image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
-    return image.convert("RGB").convert(mode) if image.mode not in ("1", "L") else image.convert(mode)
-
-
-def _unknown_range(mode: str, place: str) -> DataError:
-    what = f"{place}: the image has 32 bits for a pixel (mode {mode}), and which value is white is not known."
-    return DataError(what, field=SOURCES, remedy="Convert it to 8 or 16 bits.")
+    def _in_colours(self, image: Image.Image) -> Image.Image:
+        """The image as RGB or grey."""
+        if image.mode in ("RGBA", "LA", "PA", "La", "RGBa") or "transparency" in image.info:
+            over = image.convert("RGBA")
+            image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+        return (image if image.mode in ("1", "L") else image.convert("RGB")).convert(self._mode)
 
 
 class ImageReader:
@@ -116,7 +127,7 @@ class ImageReader:
         Raises:
             DataError: there is no such file, or it is not an image; `place` is the row that names it.
         """
-        whole = absolute_path(address, self._folder) if is_path(address) else address
+        whole = absolute_path(address.replace("\\", "/"), self._folder) if is_path(address) else address
         folder, _, name = whole.rpartition("/")
         if folder not in self._stores:
             self._stores[folder] = Store.open(folder or "/", field=self._field)
@@ -136,9 +147,17 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     """The images of folders as a table: `image` (its path below), `label` (its folder), and `split` (the folder above).
 
     Raises:
-        ConfigError: there are none.
+        ConfigError: there are none. DataError: those of an address are not equally deep below it.
     """
-    files = _find(addresses, {}, field)
+    others: list[str] = []
+    files, first = _find(addresses, {}, field, others), dict[str, str]()
+    for file in files:
+        one = first.setdefault(file.url, file.path)
+        if one.count("/") != file.path.count("/"):
+            what = f"Below {file.url}, {one} and {file.path} are not equally deep"
+            what += ", and the folder of an image is its class."
+            remedy = "Move or remove those of no class, or name the others by a pattern: prepare.sources=[FOLDER/*/*]."
+            raise DataError(what, field=field, remedy=remedy)
     parts = [file.address.split("/") for file in files]
     columns: dict[str, Values] = {
         IMAGE: [file.path for file in files],
@@ -146,7 +165,10 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
         SPLIT: [names[-3] if len(names) > 2 else None for names in parts],
         ADDRESS: [file.address for file in files],
     }
-    return Table([file.address for file in files], columns)
+    table = Table([file.address for file in files], columns)
+    if others:
+        table.notes.append(f"{counted(len(others), 'file')} without images left out, such as {min(others)}.")
+    return table
 
 
 def read_image_table(
@@ -165,7 +187,8 @@ def read_image_table(
     Raises:
         ConfigError: there is no table. DataError: a table cannot be read, or a row names no image.
     """
-    found = _find(addresses, FORMATS, field)
+    # Tables in a folder of images are read where no table is named.
+    found = _find([address for address in addresses if format_of(address, FORMATS)] or addresses, FORMATS, field)
     tables = [file for file in found if format_of(file.path) is not None]
     if not tables:
         remedy = "Name the table, as in prepare.sources=[labels.csv, photos/], or leave prepare.options.image out."
@@ -188,11 +211,13 @@ def _from(folder: str, path: str) -> str:
     return absolute_path(path, folder) if is_path(folder) else f"{folder}/{path}"
 
 
-def _find(addresses: Sequence[str], tables: Mapping[str, str], field: str) -> list[RowFile]:
-    """The images of the addresses, and tables of these endings."""
-    endings = (".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
+def _find(
+    addresses: Sequence[str], tables: Mapping[str, str], field: str, others: list[str] | None = None
+) -> list[RowFile]:
+    """The images of the addresses, and tables of these endings; `others` gets the paths of other files."""
+    endings = (".png", ".jpg", ".jpeg", ".jfif", ".bmp", ".gif", ".webp", ".tif", ".tiff", ".ppm", ".pgm")
     with naming_sources(field):
-        return find_row_files(addresses, {**tables, **dict.fromkeys(endings, "image")})
+        return find_row_files(addresses, {**tables, **dict.fromkeys(endings, "image")}, others)
 
 
 def count_pixels(counts: dict[str, Any], pixels: np.ndarray) -> None:
