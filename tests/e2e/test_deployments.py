@@ -8,14 +8,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support import police, toy
-from tests.support.command import Done, command_words, running, trainflow
+from tests.support.command import Cli, command_words, running, trainflow
 from tests.support.prefect_home import make_home
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
@@ -34,8 +36,11 @@ SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.
 ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
 
 
-def deploy(server: Server, spec: Path, *words: str) -> Done:
-    return trainflow("deploy", spec, *words, env=server.environ)
+@pytest.fixture
+def deploy(server: Server, cli: Cli, prefect_server: str) -> Iterator[Cli]:
+    """The command, in this process, on the operator's server."""
+    with temporary_settings({PREFECT_API_URL: server.environ["PREFECT_API_URL"]}):
+        yield partial(cli, "deploy")
 
 
 def trained(store: Path) -> list[Path]:
@@ -96,12 +101,14 @@ def server(tmp_path_factory: pytest.TempPathFactory, prefect_database: Path) -> 
 
 
 @pytest.mark.timeout(400)
-def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server: Server, tmp_path: Path) -> None:
+def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(
+    server: Server, deploy: Cli, tmp_path: Path
+) -> None:
     spec = toy.project(tmp_path / "project")
-    deployed = deploy(server, spec, *SHORT, *IN_PROCESS, "--pool", "main", "--interval", "8")
+    deployed = deploy(spec, *SHORT, *IN_PROCESS, "--pool", "main", "--interval", "8")
     assert deployed.code == 0, deployed.err
     assert "Deployed pipeline/toy to the work pool main: every 8 s." in deployed.out
-    wait_for("the second start", lambda: len(server.runs("toy", "RUNNING", "COMPLETED")) > 1, 240)
+    wait_for("the second start", lambda: len(server.runs("toy", "PENDING", "RUNNING", "COMPLETED")) > 1, 240)
     server.api("PATCH", f"deployments/{server.deployment('toy')['id']}", {"paused": True})  # no third one
     wait_for("two runs that complete", lambda: len(server.runs("toy", "COMPLETED")) > 1, 240)
     assert {run["auto_scheduled"] for run in server.runs("toy", "COMPLETED")} == {True}
@@ -115,7 +122,9 @@ def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(server
 
 
 @pytest.mark.timeout(300)
-def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(server: Server, tmp_path: Path) -> None:
+def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(
+    server: Server, deploy: Cli, tmp_path: Path
+) -> None:
     folder = tmp_path / "project"
     declared = "from pathlib import Path\nfrom typing import TypedDict\n\nclass Model(TypedDict):\n    repaired: Path\n"
     recipe = toy.RECIPE.replace("\n\ndef prepare", f"\n{declared}\n\ndef prepare", 1)
@@ -126,7 +135,7 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
     )
     store, repaired = folder / "store", folder / "r"
     ways = (*SHORT, *IN_PROCESS)
-    assert deploy(server, spec, *ways, "--pool", "main", "--name", "retried").code == 0
+    assert deploy(spec, *ways, "--pool", "main", "--name", "retried").code == 0
     run = server.run("retried")
     wait_for("the failure", lambda: server.runs("retried", "FAILED"))
     repaired.write_text("now")
@@ -151,13 +160,15 @@ def test_a_failed_run_is_retried_through_prefect_and_only_what_failed_runs(serve
 
 
 @pytest.mark.timeout(500)
-def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(server: Server, tmp_path: Path) -> None:
+def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(
+    server: Server, deploy: Cli, tmp_path: Path
+) -> None:
     go = tmp_path / "go"
     held = f"import pathlib, time\n            while not pathlib.Path({str(go)!r}).exists(): time.sleep(0.05)\n"
     recipe = toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
     store, spec = tmp_path / "project" / "store", toy.project(tmp_path / "project", recipe=recipe)
     retried = ("--pool", "main", "--name", "killed", "--retry-crashed", "1")
-    deployed = deploy(server, spec, *SHORT, *retried)
+    deployed = deploy(spec, *SHORT, *retried)
     assert deployed.code == 0, deployed.err
     run = server.run("killed")
     wait_for("training", lambda: has_begun(store))
@@ -176,13 +187,13 @@ def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(serv
     wait_for("the end of what had started", lambda: not training(), 90)
 
 
-def test_new_data_starts_one_run_of_a_deployment(server: Server, tmp_path: Path) -> None:
+def test_new_data_starts_one_run_of_a_deployment(server: Server, deploy: Cli, tmp_path: Path) -> None:
     data, spec = tmp_path / "data", toy.project(tmp_path / "project")
     data.mkdir()
     # No worker takes its runs: that they start is the point.
-    server.prefect("work-pool", "create", "--type", "process", "unattended")
+    server.api("POST", "work_pools/", {"name": "unattended", "type": "process"})
     unattended = ("--pool", "unattended", "--name", "watched")
-    assert deploy(server, spec, *unattended).code == 0
+    assert deploy(spec, *unattended).code == 0
     watching = ("watch", data, "pipeline/watched", "--every", "1")
 
     def notes() -> list[Path]:
@@ -207,14 +218,14 @@ def attempts(store: Path, stage: str) -> int:
     return len([path for path in store.glob(f"stages/{stage}/*/attempts/*.json") if not path.stem.endswith(".end")])
 
 
-def test_deploying_needs_a_pool(server: Server, tmp_path: Path) -> None:
+def test_deploying_needs_a_pool(server: Server, deploy: Cli, tmp_path: Path) -> None:
     spec = toy.project(tmp_path)
-    absent = deploy(server, spec, "--pool", "other")
+    absent = deploy(spec, "--pool", "other")
     assert absent.code == 2
     assert "prefect work-pool create --type process other" in absent.err
     server.prefect("work-pool", "create", "--type", "docker", "containers")
     image = ("--pool", "containers", "--image", "registry.example/toy:1", "--job-variable", "mem_limit=2g")
-    deployed = deploy(server, spec, *image, "--name", "boxed", "--limit-runs", "1")
+    deployed = deploy(spec, *image, "--name", "boxed", "--limit-runs", "1")
     assert deployed.code == 0, deployed.err
     deployment = server.deployment("boxed")
     variables = deployment["job_variables"]

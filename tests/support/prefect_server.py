@@ -23,7 +23,7 @@ def wait_for(what: str, condition: Callable[[], Any], timeout: float = 120) -> A
     while time.monotonic() < deadline:
         if found := condition():
             return found
-        time.sleep(0.1)
+        time.sleep(0.3)  # a question to the server takes it a hundredth
     raise AssertionError(f"{what}: not within {timeout:g} s")
 
 
@@ -37,6 +37,7 @@ class Server:
             "PREFECT_HOME": str(folder),
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
+            "PREFECT_WORKER_PREFETCH_SECONDS": "1",  # a schedule that is paused starts no further run
             "PREFECT_API_DATABASE_TIMEOUT": "60",
             "TMPDIR": str(folder),
         }
