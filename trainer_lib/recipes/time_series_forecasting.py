@@ -31,7 +31,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.held_out_metrics import measure_forecasts
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
-from trainer_lib.recipes.tables.splitting import are_dates_of_digits, read_times, require_shares
+from trainer_lib.recipes.tables.splitting import form_of_digits, has_zone, read_times, require_shares
 from trainer_lib.recipes.tables.table_files import SOURCES, Table, read_table
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # -- series and windows ------------------------------------------------------------------------------------------------
 FIELD = "prepare.options"
 MISSING = ("refuse", "previous")
-"""Treatments of missing steps and values: refused, or filled with the value before, which looks at nothing later."""
+"""Treatments of missing steps and values: refused, or filled with the value before, which is never a target."""
 SPLIT: dict[str, Any] = {"validation": 0.1, "test": 0.2, "by": "time"}
 _DOZEN = 12
 _CLOSE = 1e-6  # of a step: numbers of a table are rounded
@@ -55,7 +55,7 @@ class Series:
         times: times that can be compared, ``[steps]``.
         labels: the times as texts ``[steps]``.
         values: ``[steps, columns]``.
-        filled: steps that the table did not have, and values that were missing.
+        measured: whether the table has them, and they are not filled ``[steps, columns]``.
         to_come: the last so many steps have no target: they are to be forecast.
     """
 
@@ -63,8 +63,13 @@ class Series:
     times: np.ndarray
     labels: list[str]
     values: np.ndarray
-    filled: int
+    measured: np.ndarray
     to_come: int
+
+    def past(self) -> Series:
+        """The steps before those to come."""
+        end = len(self.times) - self.to_come
+        return Series(self.name, self.times[:end], self.labels[:end], self.values[:end], self.measured[:end], to_come=0)
 
 
 class SeriesTable:
@@ -84,7 +89,7 @@ class SeriesTable:
             values are missing; the error names file, row and column.
     """
 
-    def __init__(self, table: Table, columns: Sequence[str], options: Mapping[str, Any], *, targets: int = 0) -> None:
+    def __init__(self, table: Table, columns: Sequence[str], options: Mapping[str, Any], *, targets: int) -> None:
         require_choice(options["missing"], MISSING, field=f"{FIELD}.missing")
         self._table, self._columns, self._options = table, columns, options
         self._time = table.require(options["time"], field=f"{FIELD}.time")
@@ -120,7 +125,7 @@ class SeriesTable:
     def _last_without(self, targets: int, rows: list[int]) -> list[int]:
         """The last of the ordered rows of a series, which have none of the targets."""
         has_target = ~np.isnan(self._values[rows, :targets]).all(axis=1)
-        return rows[max(np.flatnonzero(has_target), default=-1) + 1 :] if targets else []
+        return rows[max(np.flatnonzero(has_target), default=-1) + 1 :]
 
     def _names(self) -> list[str]:
         column = self._options["series"]
@@ -134,9 +139,10 @@ class SeriesTable:
         setting, place = f"{FIELD}.time_format", self._table.places.__getitem__
         texts, form = self._table.texts(self._time), self._options["time_format"]
         times, form = read_times(texts, form, setting=setting, column=self._time, place=place)
-        if times.dtype.kind == "f" and self._options["step"] is None and are_dates_of_digits(times):
+        self._has_zone = times.dtype.kind != "f" and ("%z" in (form or "") or has_zone(texts[0]))
+        if times.dtype.kind == "f" and self._options["step"] is None and (digits := form_of_digits(times)):
             what = f"The numbers of column '{self._time}', such as {texts[0]}, look like dates."
-            remedy = f"Set {setting}=%Y%m%d, or for numbers their step: {FIELD}.step=1."
+            remedy = f"Set {setting}={digits}, or for numbers their step: {FIELD}.step=1."
             raise DataError(what, field=setting, remedy=remedy)
         return times, form
 
@@ -153,7 +159,10 @@ class SeriesTable:
         return ordered
 
     def _text(self, time: Any) -> str:
-        return f"{time:.15g}" if self._counts else pd.Timestamp(time).isoformat().removesuffix("T00:00:00")
+        if self._counts:
+            return f"{time:.15g}"
+        text = pd.Timestamp(time).isoformat()
+        return f"{text}Z" if self._has_zone else text.removesuffix("T00:00:00")
 
     def _find_step(self, series: list[pd.Series[Any]]) -> Any:
         """The step of the grid: a number, or an offset of pandas."""
@@ -162,7 +171,10 @@ class SeriesTable:
             given = next((found for times in series if (found := _guess_step(times)) is not None), None)
         try:
             if given is not None:
-                return float(given) if self._counts else pd.tseries.frequencies.to_offset(given)
+                step: Any = float(given) if self._counts else pd.tseries.frequencies.to_offset(given)
+                if (step if self._counts else step.n) <= 0:
+                    raise ValueError("a step leads forward")
+                return step
         except (TypeError, ValueError) as error:
             wanted = "a number" if self._counts else "a frequency of pandas, such as h, D, W-MON, MS"
             what, remedy = "This is not a step of time.", f"Give {wanted}."
@@ -182,7 +194,9 @@ class SeriesTable:
             shown = f"{step:g}" if self._counts else getattr(step, "freqstr", str(step))
             what = f"{self._table.places[rows[off[0]]]}: the time {self._text(found[off[0]])} is not on the grid{of}"
             what += f" that begins at {self._text(found[0])} and has a step of {shown}."
-            remedy = "Correct it, or give the step: prepare.options.step (h, D, W-MON, MS, … or a number)."
+            remedy = f"Correct it, or give the step: {FIELD}.step (h, D, W-MON, MS, … or a number)."
+            if self._has_zone:
+                remedy = f"{remedy} Times with a zone are compared in UTC: local days need dates without one."
             raise DataError(what, field=SOURCES, remedy=remedy)
         gaps = np.flatnonzero(np.diff(places) > 1)
         if len(gaps) and self._options["missing"] == "refuse":
@@ -200,7 +214,7 @@ class SeriesTable:
         filled = pd.DataFrame(values).ffill().to_numpy()
         last = sum(row not in self._to_come for row in rows) - 1
         to_come = len(grid) - 1 - int(places[last])
-        return Series(name, grid, [self._text(time) for time in grid], filled, int(unknown.sum()), to_come)
+        return Series(name, grid, [self._text(time) for time in grid], filled, ~unknown, to_come)
 
     def _grid(self, found: np.ndarray, step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The grid ``[steps]``, the places on it of the times found, and the numbers of those off it."""
@@ -253,11 +267,11 @@ class WindowSplits:
     """
 
     def __init__(self, series: Sequence[Series], options: Mapping[str, Any]) -> None:
-        for name in ("context", "horizon", "season", "stride"):
-            if options[name] < 1:
+        for name in ("context", "horizon", "season", "stride", "held_out_stride"):
+            if options[name] is not None and options[name] < 1:
                 what = "This is a number of steps, and at least one."
                 raise ConfigError(what, field=f"{FIELD}.{name}", value=options[name], remedy="Give 1 or more.")
-        self._context, self._horizon = options["context"], options["horizon"]
+        self._context, self._horizon, self._targets = options["context"], options["horizon"], _columns(options)[0]
         if options["season"] > self._context:
             what = f"A season of {options['season']} steps does not fit into a context of {self._context}."
             remedy = "Give a longer context: the seasonal forecast repeats the last season."
@@ -296,7 +310,9 @@ class WindowSplits:
             low = np.searchsorted(member.times, times[start])
             high = len(member.times) if end == len(times) else int(np.searchsorted(member.times, times[end]))
             first = max(int(low), self._context)
-            found += [Window(number, origin) for origin in range(first, high - self._horizon + 1, stride)]
+            has_target = member.measured[:, : len(self._targets)].max(axis=1)
+            origins = range(first, high - self._horizon + 1, stride)
+            found += [Window(number, at) for at in origins if has_target[at : at + self._horizon].any()]
         return found
 
     def _require_windows(self, name: str, steps: int) -> None:
@@ -319,11 +335,11 @@ def window_columns(
 def naive_error(values: np.ndarray, season: int) -> np.ndarray:
     """The mean absolute error ``[columns]`` of repeating the value of a season ago, in values ``[steps, columns]``.
 
-    The unit of MASE (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). 1 where it is 0.
+    The unit of MASE (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). Pairs with a NaN are
+    left out. 1 where it is 0, or no pair is left.
     """
-    if len(values) <= season:
-        return np.ones(values.shape[1])
-    error = np.abs(values[season:] - values[:-season]).mean(axis=0)
+    errors = np.abs(values[season:] - values[:-season])
+    error = np.nansum(errors, axis=0) / np.maximum(np.count_nonzero(~np.isnan(errors), axis=0), 1)
     return np.where(error > 0, error, 1.0)
 
 
@@ -404,7 +420,7 @@ NET: dict[str, Any] = {
 }
 """The settings of `build_model` (`train.model`), with their defaults."""
 _NOTED = ("time", "series", "step", "time_format", "missing", "rename")
-_RESERVED = ("row_id", "series", "time", "scale", "labels")
+_RESERVED = ("row_id", "series", "time", "scale", "labels", "measured")
 
 
 def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
@@ -413,7 +429,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     Returns:
         For every split its rows: targets by their names ``[context]``, covariates ``[context + horizon]``,
         `labels` ``[horizon, targets]``, `scale` (the unit of MASE, ``[targets]``), `time` (of the first label) and
-        `row_id`.
+        `row_id`; and, where some are filled, `measured` ``[horizon, targets]``, whether a label counts.
     """
     chosen = choose(options, DEFAULTS, field=FIELD)
     targets, known = _columns(chosen)
@@ -421,29 +437,40 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     for option, names in (("target", targets), ("known", known)):
         for name in names:
             table.require(name, field=f"{FIELD}.{option}")
-    read = SeriesTable(table, [*targets, *known], chosen)
-    series = read.series
-    out.warnings += table.all_notes()
+    read = SeriesTable(table, [*targets, *known], chosen, targets=len(targets))
+    series = [member.past() for member in read.series]
     splits = WindowSplits(series, chosen)
-    training = [member.values[:steps] for member, steps in zip(series, splits.train_steps, strict=True)]
-    covariates = np.concatenate(training)[:, len(targets) :]
+    out.warnings += [*table.all_notes(), *_describe_gaps(read.series, series)]
+    steps = splits.train_steps
+    covariates = np.concatenate([member.values[:count] for member, count in zip(series, steps, strict=True)])
+    covariates = covariates[:, len(targets) :]
     spreads = covariates.std(axis=0)
     described = np.stack((covariates.mean(axis=0), np.where(spreads > 0, spreads, 1.0)), axis=1)
     out.info.update(
         targets=targets,
         known=dict(zip(known, described.tolist(), strict=True)),
-        filled=sum(member.filled for member in series),
+        filled=sum(int((~member.measured).sum()) for member in series),
         new_steps={name: read.note[name] for name in (*_NOTED, *(["read"] if chosen["read"] else []))},
         split_starts={name: str(start) for name, start in splits.starts.items()},
         **{name: chosen[name] for name in ("context", "horizon", "season")},
     )
-    scales = _scales(series, [values[:, : len(targets)] for values in training], chosen["season"])
+    scales = _scales(series, steps, len(targets), chosen["season"])
     cut: dict[str, Iterator[dict[str, Any]]] = {}
     number = 0
     for split, windows in splits.windows.items():
         cut[split] = _rows(number, windows, series, scales, chosen)
         number += len(windows)
     return cut
+
+
+def _describe_gaps(read: Sequence[Series], series: Sequence[Series]) -> list[str]:
+    """Sentences about the steps and values that the table lacks."""
+    left_out, values = sum(member.to_come for member in read), sum(member.measured.size for member in series)
+    filled = values - sum(int(member.measured.sum()) for member in series)
+    found = [f"{counted(left_out, 'step')} without a target after the last one left out."] if left_out else []
+    return found + (
+        [f"Of {values:,} values {filled:,} are filled: they are read, and are no targets."] if filled else []
+    )
 
 
 def _rows(
@@ -455,9 +482,11 @@ def _rows(
 ) -> Iterator[dict[str, Any]]:
     """The windows of a split as rows, numbered from `number` on."""
     (targets, known), context = _columns(chosen), chosen["context"]
+    has_gaps = not all(member.measured[:, : len(targets)].all() for member in series)
     for row_id, window in enumerate(windows, number):
         member, origin = series[window.series], window.origin
-        values = member.values[origin - context : origin + chosen["horizon"]].astype(np.float32)
+        end = origin + chosen["horizon"]
+        values = member.values[origin - context : end].astype(np.float32)
         yield {
             "row_id": row_id,
             **({"series": member.name} if member.name else {}),
@@ -465,17 +494,19 @@ def _rows(
             **window_columns(values, context, targets, known),
             "labels": values[context:, : len(targets)],
             "scale": scales[member.name],
+            **({"measured": member.measured[origin:end, : len(targets)]} if has_gaps else {}),
         }
 
 
-def _scales(series: Sequence[Series], training: Sequence[np.ndarray], season: int) -> dict[str, np.ndarray]:
+def _scales(series: Sequence[Series], steps: Sequence[int], targets: int, season: int) -> dict[str, np.ndarray]:
     """Series -> the unit of MASE ``[targets]``. Raises DataError for a series with hardly a step to train on."""
     found = {}
-    for member, values in zip(series, training, strict=True):
-        if len(values) <= season:
+    for member, count in zip(series, steps, strict=True):
+        if count <= season:
             of = f"The series '{member.name}'" if member.name else "The series"
-            what = f"{of} has {counted(len(values), 'step')} to train on, and one season alone has {season}."
+            what = f"{of} has {counted(count, 'step')} to train on, and one season alone has {season}."
             raise DataError(what, field=f"{FIELD}.split", remedy="Leave the series out, or give smaller shares.")
+        values = np.where(member.measured, member.values, np.nan)[:count, :targets]
         found[member.name] = naive_error(values, season).astype(np.float32)
     return found
 
@@ -507,8 +538,8 @@ def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch: `past` ``[batch, context, targets]`` and, with covariates, `known` ``[batch, steps, covariates]``.
 
-    `labels` ``[batch, 4, horizon, targets]`` are the values to come, what repeating the last value and the last season
-    would forecast, and the unit of MASE.
+    `labels` ``[batch, 4, horizon, targets]`` are the values to come (NaN where none was measured), what repeating the
+    last value and the last season would forecast, and the unit of MASE.
     """
     info = data.info
     past = np.stack([np.stack([row[name] for name in info["targets"]], axis=-1) for row in rows]).astype(np.float32)
@@ -517,7 +548,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
         known = [np.stack([row[name] for name in info["known"]], axis=-1) for row in rows]
         batch["known"] = torch.from_numpy(np.stack(known).astype(np.float32))
     if "labels" in rows[0]:
-        truth = np.stack([row["labels"] for row in rows])
+        truth = np.stack([np.where(row.get("measured", True), row["labels"], np.nan) for row in rows])
         last = np.repeat(past[:, -1:], info["horizon"], axis=1)
         places = np.arange(info["horizon"]) % info["season"] - info["season"]
         scale = np.broadcast_to(np.stack([row["scale"] for row in rows])[:, None], truth.shape)
@@ -527,8 +558,9 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 def compute_loss_func(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
     """Compute Huber's loss of forecasts ``[batch, horizon, targets]``, in the unit of MASE; labels as of `collate`."""
-    error = (outputs["logits"] - labels[:, 0]) / labels[:, 3]
-    return nn.functional.huber_loss(error, torch.zeros_like(error))
+    measured = ~labels[:, 0].isnan()
+    error = torch.where(measured, (outputs["logits"] - labels[:, 0]) / labels[:, 3], 0.0)
+    return nn.functional.huber_loss(error, torch.zeros_like(error)) * (measured.numel() / measured.sum())
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
@@ -539,9 +571,9 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
 def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:
     """Pair the forecast values of windows with the measured ones."""
     truth = np.asarray(evaluation.label_ids)[:, 0]
-    forecast = np.asarray(evaluation.predictions).reshape(-1)
-    rows = np.repeat(np.arange(len(truth)), truth[0].size)
-    return {"predictions": forecast, "labels": truth.reshape(-1), "rows": rows}
+    measured = ~np.isnan(truth)
+    forecast = np.asarray(evaluation.predictions)[measured]
+    return {"predictions": forecast, "labels": truth[measured], "rows": np.nonzero(measured)[0]}
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

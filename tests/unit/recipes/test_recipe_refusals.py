@@ -89,6 +89,9 @@ HALF = counted().replace("\n12,", "\n12.5,")
 TWELVE, GAP_IN_TIME = counted(steps=12), counted().replace("\n12,12,ada,5", "")
 BY_TIME, BY_COLUMN = ({"split": {"by": by, "column": column}} for by, column in (("time", "house"), ("column", "fold")))
 HOLES = counted().replace("\n12,12,ada,5", "").replace("\n13,13,", "\n13,,")
+MONTHS = "t,y\n" + "".join(f"{202000 + 88 * (month // 12) + month + 1},{month}\n" for month in range(30))
+LOCAL_DAYS = "t,y\n" + "".join(f"2024-03-{day}T00:00:00+01:00,{day}\n" for day in range(10, 32))
+LOCAL_DAYS += "2024-04-01T00:00:00+02:00,1\n"
 LATE = counted(*(f"{step},{step},bea,1" for step in range(20, 30)))
 NAMES, PAIRS = "name,parts\n" + "a,b\n" * 9, "entity,character\n" + "".join(f"a{row},b{row}\n" for row in range(9))
 TEXTS = "text\n" + "a text\n" * 9
@@ -123,7 +126,14 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("size,answer\n1,2\n1\n", {}, "prepare.sources … data.csv, row 1 (line 3)"),
         ("size,answer\n", {}, "prepare.sources … The files have no rows."),
     ],
-    "tabular-regression": [(TABLE, {}, "holds texts, such as 'no'")],
+    "tabular-regression": [
+        (TABLE, {}, "holds texts, such as 'no'"),
+        (
+            priced("1", "2", "NA", *"4567890"),
+            {},
+            "(line 4), column 'answer': there is no value, as in 1 of 10 rows",
+        ),
+    ],
     "time-series-forecasting": [
         (counted("7,99,x,1"), {}, "row 30 (line 32): the time 7 is that of … row 7 (line 9) … options.series=NAME"),
         (HALF, {}, "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1"),
@@ -133,6 +143,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (ELNINO.replace(f"{MARCH}\n", ""), SEA, "lacks 1 steps"),
         (ELNINO.replace(f"{MARCH}\n", ""), {**SEA, "step": "MS"}, "lacks 1 steps"),
         (HOLES, {}, "column 'y': there is no value, as in 1 of 29 rows"),
+        (HOLES.replace("\n13,,", "\n13,NA,"), {}, "column 'y': there is no value, as in 1 of 29 rows"),
+        (MONTHS, {"missing": "previous"}, "such as 202001, look like dates … time_format=%Y%m, or"),
+        (LOCAL_DAYS, {}, "2024-03-31T22:00:00Z is not on the grid … local days need dates without one"),
+        (counted(), {"step": -1}, "not a step of time"),
+        (counted(), {"held_out_stride": -1}, "held_out_stride … at least one"),
         (GAP_IN_TIME, {}, "row 12 (line 14): before this row the table lacks 1 steps, and 1 in all"),
         (counted().replace("\n0,0,", "\n0,,"), {"missing": "previous"}, "the first value is missing"),
         (counted(), {"context": 40}, "has 30 steps, and a window needs 42"),

@@ -232,9 +232,40 @@ def test_a_forecast_follows_the_level_of_its_series(tmp_path: Path) -> None:
     torch.testing.assert_close(flat, torch.full_like(flat, 7.0), atol=1e-4, rtol=0)
 
 
-def test_steps_and_values_that_are_missing_are_filled_with_what_was_before(tmp_path: Path) -> None:
-    holes = counted().replace("\n12,12,,5", "").replace("\n13,13,", "\n13,,")
-    _, splits, data = SERIES.prepare(tmp_path, holes, missing="previous")
-    assert data.info["filled"] == 2
+def test_steps_and_values_that_are_missing_are_filled_and_are_no_targets(tmp_path: Path) -> None:
+    holes = counted().replace("\n12,12,,5", "").replace("\n13,13,", "\n13,,").replace("\n24,24,", "\n24,,")
+    later = "30,,,1\n31,,,2\n"
+    made = recipe, splits, data = SERIES.prepare(tmp_path, holes + later, missing="previous")
+    assert data.info["filled"] == 3
     assert [11, 11, 11, 14] in [row["y"].tolist() for row in splits["train"]]
-    assert not any(math.isnan(value) for row in splits["train"] for value in row["y"].tolist())
+    assert [row["time"] for row in splits["test"]] == ["24", "26", "28"], "steps without a target are to come"
+    assert "12" not in [row["time"] for row in splits["train"]], "no target of 12 and 13 was measured"
+    # Against arithmetic: a forecast of 0 errs by each measured value, in the unit of the pairs that were measured.
+    labels = collate_of(made)(splits["test"])["labels"]
+    truth = np.array([25, 26, 27, 28, 29])
+    assert labels[:, 0].numpy().ravel() == pytest.approx([np.nan, *truth], nan_ok=True)
+    assert splits["test"][0]["scale"] == 1
+    assert recipe.compute_metrics is not None and recipe.compute_loss_func is not None
+    evaluation = EvalPrediction(np.zeros((3, 2, 1)), labels.numpy())
+    measured = recipe.compute_metrics(evaluation)
+    assert measured["mae"] == pytest.approx(truth.mean()) and measured["rmse"] == pytest.approx(
+        (truth**2).mean() ** 0.5
+    )
+    assert measured["naive_mase"] == pytest.approx((2 + 1 + 2 + 1 + 2) / 5)
+    logits = torch.zeros(3, 2, 1, requires_grad=True)
+    loss = recipe.compute_loss_func({"logits": logits}, labels)
+    loss.backward()
+    assert loss.item() == pytest.approx((truth - 0.5).mean())
+    assert logits.grad is not None
+    assert logits.grad.ravel().tolist() == pytest.approx([0, *[-1 / 5] * 5])
+    pairs = recipe.outcome_pairs(evaluation, data)
+    assert pairs is not None
+    assert (pairs["labels"].tolist(), pairs["rows"].tolist()) == (truth.tolist(), [0, 1, 1, 2, 2])
+    trainer = trained(made, tmp_path / "run", {}, 20, learning_rate=1e-2)
+    assert math.isfinite(trainer.evaluate(eval_dataset=splits["test"])["eval_loss"])
+
+
+def test_times_with_a_zone_are_named_in_utc(tmp_path: Path) -> None:
+    hours = "".join(f"2024-03-31T{hour:02}:00:00+02:00,{hour}\n" for hour in range(24))
+    _, splits, _ = SERIES.prepare(tmp_path, "t,y\n" + hours)
+    assert (splits["test"][0]["time"], splits["test"][0]["labels"][0, 0]) == ("2024-03-31T17:00:00Z", 19)

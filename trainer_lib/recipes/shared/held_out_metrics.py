@@ -145,15 +145,16 @@ def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
     `mase_below_seasonal` are what the model is better by than repeating the last value and the last season.
 
     Args:
-        labels: ``[rows, 4, horizon, targets]``: the values, the last value, the last season, and the unit of MASE.
+        labels: ``[rows, 4, horizon, targets]``: the values, the last value, the last season, and the unit of MASE; a
+            NaN in place of a value is left out.
     """
     forecast = np.asarray(predictions, np.float64)
     truth, last, season, scale = np.moveaxis(np.asarray(labels, np.float64), 1, 0)
     error = forecast - truth
-    mase, naive, seasonal = (float((np.abs(guess - truth) / scale).mean()) for guess in (forecast, last, season))
+    mase, naive, seasonal = (float(np.nanmean(np.abs(guess - truth) / scale)) for guess in (forecast, last, season))
     return {
-        "mae": float(np.abs(error).mean()),
-        "rmse": float(np.sqrt((error**2).mean())),
+        "mae": float(np.nanmean(np.abs(error))),
+        "rmse": float(np.sqrt(np.nanmean(error**2))),
         "mase": mase,
         "naive_mase": naive,
         "seasonal_mase": seasonal,

@@ -479,8 +479,8 @@ class TabularRows:
 
     def label_scale(self) -> list[float]:
         """The mean and the spread of the training labels. Raises DataError for one that is missing or not a number."""
-        self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
         numbers = self.table.find_numbers(self.label)
+        self.table.refuse_gaps(self.label, "Give every row a label, or remove the row.")
         if numbers is None:
             what = f"The label '{self.label}' holds texts, such as '{next(self.table.each_text(self.label))}'."
             remedy = "Use the recipe tabular-classification, or leave prepare.options.target out."

@@ -40,6 +40,7 @@ _NUMERIC = re.compile(r"(\d{1,4})(\W)\s?\d{1,2}\2\s?(\d{1,4})(?!\d)")
 _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S %p")
 _CLOCK_FORMATS = ("", *("".join(pieces) for pieces in itertools.product((" ", ", ", "T"), _CLOCKS, ("", "%z", " %z"))))
 _NAMED = ("%d-%b-%y", "%d %b %y")  # which pandas does not guess, and databases write
+_OF_DIGITS = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 _DIGITS = re.compile(r"\d{7,8}")
 _ZONE = re.compile(r".*[T ][\d:.]+\s?(Z|UTC|GMT|[+-]\d\d:?(\d\d)?)")
 
@@ -266,7 +267,8 @@ def _are_dates(texts: Sequence[str], form: str) -> bool:
     return bool(((years >= 1900) & (years <= 2100)).all())
 
 
-def are_dates_of_digits(values: Any) -> bool:
-    """Whether all numbers are dates such as 20240131."""
+def form_of_digits(values: Any) -> str | None:
+    """The form in which all numbers are dates, such as 20240131, or times; None for none."""
     texts = [f"{value:.0f}" for value in values]
-    return all(len(text) == 8 for text in texts) and _are_dates(texts, "%Y%m%d")
+    form = _OF_DIGITS.get(len(texts[0]), "")
+    return form if form and {*map(len, texts)} == {len(texts[0])} and _are_dates(texts, form) else None

@@ -102,6 +102,7 @@ class Table:
         self.gaps: Counter[str] = Counter()
         self.marks: dict[str, str] = {}
         self._marked: set[str] = set()  # columns with texts that Python reads as no number
+        self._with_words: set[str] = set()  # columns of numbers with texts such as NA
 
     def __len__(self) -> int:
         return len(self.places)
@@ -158,6 +159,7 @@ class Table:
         first = next((row for row, value in wrong if value not in USUAL), None)
         if first is None:
             self._find_marks(name)
+            self._with_words.add(name)
             self.notes.append(f"The column '{name}' is read as numbers, and {others:,} texts such as 'NA' as no value.")
             return numbers
         raise DataError(
@@ -241,8 +243,9 @@ class Table:
 
     def refuse_gaps(self, name: str, remedy: str, *, but: Container[int] = ()) -> None:
         """Raise DataError when a value is missing in a column, in other rows than those of `but`."""
+        words = USUAL if name in self._with_words else ()
         values = enumerate(self.columns[name])
-        gaps = (row for row, value in values if (value is None or value != value) and row not in but)
+        gaps = (row for row, value in values if (value is None or value != value or value in words) and row not in but)
         if (first := next(gaps, None)) is not None:
             lacking = f"{1 + sum(1 for _ in gaps):,} of {counted(len(self), 'row')}"
             what = f"{self.places[first]}, column '{name}': there is no value, as in {lacking}."
