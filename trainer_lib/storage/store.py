@@ -272,11 +272,8 @@ class Store:
 
     def digest(self, rel: str) -> str:
         """Compute the SHA-256 of a file, in hexadecimal digits; the file is read in pieces."""
-        digest, buffer = hashlib.sha256(), memoryview(bytearray(CHUNK))  # new memory for each costs page faults
         with self.open_read(rel) as stream:
-            while taken := stream.readinto(buffer):  # type: ignore[attr-defined]  # see _TypedReader
-                digest.update(buffer[:taken])
-        return digest.hexdigest()
+            return hashlib.file_digest(cast(io.RawIOBase, stream), "sha256").hexdigest()
 
     def download(self, rel: str, local: Path, *, expect: FileEntry | None = None) -> None:
         """Copy a file to the local disk; `local` appears only when it is whole and equal to `expect`."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import re
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,7 +38,7 @@ _ISO = "ISO8601"
 _AT_ONCE = 100_000
 _NUMERIC = re.compile(r"(\d{1,4})(\W)\s?\d{1,2}\2\s?(\d{1,4})(?!\d)")
 _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S %p")
-_CLOCK_FORMATS = ("", *("".join(pieces) for pieces in itertools.product((" ", ", ", "T"), _CLOCKS, ("", "%z", " %z"))))
+_CLOCK_FORMATS = ("%d", *map("".join, itertools.product(("%d ", "%d, ", "%dT"), _CLOCKS, ("", "%z", " %z"))))
 _NAMED = ("%d-%b-%y", "%d %b %y")  # which pandas does not guess, and databases write
 _OF_DIGITS = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 _DIGITS = re.compile(r"\d{7,8}")
@@ -241,15 +241,18 @@ def find_forms(text: str) -> list[str]:
     """The forms, as for strptime, in which a text can be a time."""
     match = _NUMERIC.match(text)
     if match is None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about the order of day and month, which is checked with all times
+        with warnings.catch_warnings(action="ignore"):  # about day and month, whose order is checked with all times
             guesses = [guess_datetime_format(text, dayfirst=first) for first in (False, True)]
-        found = [form for form in dict.fromkeys(guesses) if form is not None]
-        return found or [form for form in _NAMED if not np.isnat(parse_times([text], form)[0])]
+        return [form for form in dict.fromkeys(guesses) if form is not None] or _fitting(text, _NAMED)
     between = re.split(r"\d+", match[0])[1]
     year = "%Y" if max(len(match[1]), len(match[3])) == 4 else "%y"
-    dates = [between.join(order) for order in itertools.permutations(("%d", "%m", year))]
-    forms = [date + clock for date in dates for clock in _CLOCK_FORMATS]
+    dates = _fitting(match[0], map(between.join, itertools.permutations(("%d", "%m", year))))
+    # No digit follows a date, so clocks are the same behind any.
+    clocks = _fitting(f"1{text[match.end() :]}", _CLOCK_FORMATS if match.end() < len(text) else _CLOCK_FORMATS[:1])
+    return [date + clock.removeprefix("%d") for date in dates for clock in clocks]
+
+
+def _fitting(text: str, forms: Iterable[str]) -> list[str]:
     return [form for form in forms if not np.isnat(parse_times([text], form)[0])]
 
 
