@@ -34,11 +34,11 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 1
 # Without compiled files each of the suite's processes compiles its modules again.
 unit test slow test-and-slow nightly: export PYTHONDONTWRITEBYTECODE =
-unit: install  ## Run the unit tests (about a minute and a quarter on two quiet cores)
-	@$(PYTEST) -n $(CORES) -m "not nightly" tests/unit
+unit: install  ## Run the unit tests of every change (less than two minutes on two quiet cores)
+	@$(PYTEST) -n $(CORES) -m "$(or $(MARKERS),not slow and not nightly)" tests/unit
 
 unit-lowest:  ## Run the unit tests on the oldest versions that pyproject.toml allows, in .venv-lowest (Python 3.11 or 3.12)
-	@$(MAKE) unit VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt
+	@$(MAKE) unit VENV=.venv-lowest CONSTRAINTS=constraints-lowest.txt MARKERS="not nightly"
 
 # Two runs: what uses Prefect inside the test process leaves threads there, and forking DataLoader workers beside threads
 # may hang. They go on at the same time: while one waits for servers and processes, the other one computes. Rooms with
