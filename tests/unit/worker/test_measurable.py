@@ -263,7 +263,7 @@ def test_the_metrics_of_a_slice_are_those_of_its_rows(trained: Trained) -> None:
 
 
 def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
-    more = {"slices": ("site",), "confidence": 0.9, "resamples": 50}
+    more = {"slices": ("site",), "confidence": 0.9, "resamples": 25}
     digested: list[str] = []
     real = worker_evaluate.digest_rows
 
