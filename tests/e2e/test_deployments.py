@@ -278,8 +278,7 @@ def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
 def command(folder: Path, name: str) -> None:
     """Run a function of this file as a command of its own: this process may hold on to the session's server."""
     code = f"from tests.e2e.test_deployments import {name}; {name}()"
-    kept = {key: value for key, value in os.environ.items() if key != "PREFECT_API_URL"}
-    env = {**kept, "PREFECT_HOME": str(folder / "prefect"), "SERVED_PROJECT": str(folder / "project")}
+    env = {**os.environ, "PREFECT_HOME": str(folder / "prefect"), "SERVED_PROJECT": str(folder / "project")}
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=150)
 
 

@@ -1,6 +1,6 @@
 """A full disk ends work with a typed failure that names the place and the bytes, and the next run goes on.
 
-Each case has a disk in a mount namespace of its own: python -m tests.processes.test_full_disk CASE FOLDER
+Cases have disks in a mount namespace of their own: python -m tests.processes.test_full_disk FOLDER CASES
 """
 
 from __future__ import annotations
@@ -35,14 +35,13 @@ Outcome = dict[str, Any]
 OnEvent = Callable[[dict[str, Any]], None]
 
 
-def run_case(name: str, folder: Path) -> Outcome:
-    """Run a case in a process that may mount file systems, and return what it prints."""
+def run_cases(folder: Path, *names: str) -> Outcome:
+    """Run cases in a process that may mount file systems, and return what it prints of each."""
     way = ["-m"] if os.geteuid() == 0 else ["-Urm"]
-    command = ["unshare", *way, sys.executable, "-m", "tests.processes.test_full_disk", name, str(folder)]
+    command = ["unshare", *way, sys.executable, "-m", "tests.processes.test_full_disk", str(folder), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    outcome: Outcome = json.loads(done.stdout.splitlines()[-1])
-    return outcome
+    return dict(json.loads(done.stdout.splitlines()[-1]))
 
 
 def _attempt(work: Callable[[], Any]) -> Outcome:
@@ -159,45 +158,45 @@ _CASES: dict[str, tuple[Callable[[Path, Path], Outcome], int]] = {
 }
 
 
-def _main(name: str, folder: Path) -> None:
-    case, size = _CASES[name]
-    disk = folder / "disk"
-    with small_disk(disk, size):
-        outcome = case(folder, disk)
+def _main(folder: Path, *names: str) -> None:
+    seen = {}
+    for name in names:
+        case, size = _CASES[name]
+        with small_disk(folder / name / "disk", size):
+            seen[name] = case(folder / name, folder / name / "disk")
     shutil.rmtree(folder, ignore_errors=True)
-    print(json.dumps(outcome))
+    print(json.dumps(seen))
 
 
 @pytest.mark.needs("namespaces")
-def test_a_full_storage_leaves_earlier_checkpoints_and_nothing_else(tmp_path: Path) -> None:
-    seen = run_case("storage", tmp_path / "case")
+def test_a_full_storage_keeps_earlier_checkpoints_and_predictions_that_do_not_fit_end_typed(
+    tmp_path: Path,
+) -> None:
+    outcomes = run_cases(tmp_path, "storage", "predictions")
+    seen = outcomes["storage"]
     assert seen["first"]["class"] == "StorageFullError"
     assert "A checkpoint needs" in seen["first"]["text"]
     assert re.search(r"bytes, [\d,]+ are free", seen["first"]["text"])
     assert seen["steps"] == [4, 8]
     assert {name for name in seen["folders"] if name.startswith("checkpoint-")} == {"checkpoint-4", "checkpoint-8"}
     assert seen["again"] == {"class": None, "step": 14}
+    seen = outcomes["predictions"]
+    for name in ("collecting", "joining", "objects"):
+        assert seen[name]["class"] == "StorageFullError", (name, seen)
+        assert "predictions/disk: The predictions need" in seen[name]["text"]
+        assert "are free" in seen[name]["text"]
+    assert seen["left"] == []
 
 
 @pytest.mark.needs("namespaces")
 def test_a_full_folder_of_temporary_files_refuses_a_launch_and_does_not_end_one(tmp_path: Path) -> None:
-    seen = run_case("temporary", tmp_path / "case")
+    seen = run_cases(tmp_path, "temporary")["temporary"]
     assert seen["before"]["class"] == "StorageFullError"
     assert "TMPDIR = " in seen["before"]["text"]
     assert "0 are free" in seen["before"]["text"]
     assert seen["left"] == []
     assert seen["meanwhile"] == {"class": None, "step": 36}
     assert seen["failing"]["class"] == "NonFiniteError"
-
-
-@pytest.mark.needs("namespaces")
-def test_predictions_that_do_not_fit_end_typed_and_kill_nothing(tmp_path: Path) -> None:
-    seen = run_case("predictions", tmp_path / "case")
-    for name in ("collecting", "joining", "objects"):
-        assert seen[name]["class"] == "StorageFullError", (name, seen)
-        assert "case/disk: The predictions need" in seen[name]["text"]
-        assert "are free" in seen[name]["text"]
-    assert seen["left"] == []
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
@@ -212,4 +211,4 @@ def test_any_error_of_a_full_disk_is_typed(number: int, tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1], Path(sys.argv[2]))
+    _main(Path(sys.argv[1]), *sys.argv[2:])
