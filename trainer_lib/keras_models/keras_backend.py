@@ -335,7 +335,8 @@ class PairCollator:
         if not isinstance(value, tuple | list):
             return Batch.of(value, None)
         if not 1 <= len(value) <= 2:
-            raise _refusal(f"A sample or batch has {len(value)} parts.", "Give pairs (features, labels).")
+            remedy = "Give pairs (features, labels). Weights may be among the labels, for compute_loss_func."
+            raise _refusal(f"A sample or batch has {len(value)} parts.", remedy)
         return Batch.of(value[0], value[1] if len(value) == 2 else None)
 
     def convert(self, batch: Any) -> Batch:
@@ -360,11 +361,12 @@ def _stack(parts: list[Any]) -> Any:
 def as_dataset(dataset: Any, *, shuffle_seed: int | None = None) -> Any:
     """A data set as the loaders take it: map-style data as it is, anything else as a stream of samples.
 
-    A `tf.data.Dataset` has no random access: it is shuffled by `shuffle_seed` and the epoch. Raises DataError for a
-    pair of arrays, which would count as two samples, and for items that are batches.
+    A `tf.data.Dataset` has no random access: it is shuffled by `shuffle_seed` and the epoch. Raises DataError for
+    arrays of columns, which would count as samples, and for items that are batches.
     """
-    if isinstance(dataset, tuple) and len(dataset) == 2 and all(hasattr(part, "shape") for part in dataset):
-        raise _refusal("The data is a pair of arrays, and not a set of pairs.", "Give list(zip(features, labels)).")
+    parts = [*dataset.values()] if isinstance(dataset, Mapping) else dataset if isinstance(dataset, tuple) else []
+    if len(parts) > 1 and all(hasattr(part, "shape") for part in parts):
+        raise _refusal("The data is arrays of columns, and not a set of pairs.", "Give list(zip(features, labels)).")
     batches = getattr(getattr(sys.modules.get("keras"), "utils", None), "PyDataset", DataLoader)
     if isinstance(dataset, (DataLoader, batches)):
         remedy = "Give its samples, or return it from an override of get_train_tfdataset."

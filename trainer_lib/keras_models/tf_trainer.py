@@ -5,6 +5,7 @@ Import it before keras: it lets Keras run on torch (`KERAS_BACKEND`), unless the
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -45,6 +46,10 @@ _UNSERVED = {
     "fp16_full_eval": "Build the model with dtype='float16'.",
     "past_index": "Remove it, and let the model keep its memory.",
     "label_smoothing_factor": "Remove it: Keras' CategoricalCrossentropy takes label_smoothing.",
+}
+_OF_FIT = {
+    "callbacks": "Give a TrainerCallback, such as EarlyStoppingCallback.",
+    "compute_metrics": "Give a function: lambda p: {'accuracy': float(metric(p.label_ids, p.predictions))}.",
 }
 _UNCALLED = {
     "apply_gradients": "Override training_step, or use a callback's on_pre_optimizer_step.",
@@ -194,7 +199,13 @@ class TFTrainer(Trainer):
         **further: Any,
     ) -> None:
         refuse_uncalled(type(self), _UNCALLED)
-        self._trainflow_package = keras_backend.import_keras()
+        self._trainflow_package = keras = keras_backend.import_keras()
+        for name, value, kind in (
+            *(("callbacks", callback, keras.callbacks.Callback) for callback in callbacks or ()),
+            ("compute_metrics", compute_metrics, keras.metrics.Metric),
+        ):
+            if isinstance(value, kind):
+                raise refusal(name, "Objects of Keras for fit() are not called.", _OF_FIT[name], value)
         names = None if args is None else args.label_names
         self._trainflow_collate = PairCollator(data_collator, names or ["labels"])
         self.eval_loss = LossSum()
@@ -222,6 +233,11 @@ class TFTrainer(Trainer):
             self.optimizer, self.lr_scheduler = optimizers
             self._trainflow_wrap_optimizer()
             self._trainflow.engine.take_optimizers((self.optimizer, self.lr_scheduler))
+        compiled = getattr(self.model, "optimizer", None)  # RMSprop where compile() was given none
+        own = self.optimizer is None and not isinstance(compiled, (keras.optimizers.RMSprop, type(None)))
+        if own or getattr(self.model, "_compile_metrics", None) is not None:
+            what = "The optimizer and the metrics of compile() are not used"
+            warnings.warn(f"{what}: give optimizers=(model.optimizer, None), and compute_metrics.", stacklevel=2)
         reporters = [self.args.report_to] if isinstance(self.args.report_to, str) else list(self.args.report_to or ())
         for name, set_up in (("wandb", self.setup_wandb), ("comet_ml", self.setup_comet)):
             if name in reporters:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import warnings
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -257,12 +258,34 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
         (ConfigError, "no labels", {"data": [(row,) for row, _ in pairs(8)]}),
         (DataError, "3 parts", {"data": [(row, label, 1.0) for row, label in pairs(8)]}),
         (DataError, "not a set of pairs", {"data": arrays(8)}),
+        (DataError, "not a set of pairs", {"data": dict(zip(("x", "labels"), arrays(8), strict=True))}),
+        (DataError, "not a set of pairs", {"data": (*arrays(8), arrays(8)[1])}),
+        (ConfigError, "callbacks = EarlyStopping.*TrainerCallback", {"callbacks": [keras().callbacks.EarlyStopping()]}),
+        (ConfigError, "compute_metrics = MeanSq", {"compute_metrics": keras().metrics.MeanSquaredError()}),
     ]
     for error, text, given in cases:
         data = given.pop("data", pairs(8))
         with pytest.raises(error, match=text) as caught:
             trainer(tmp_path, data, **given).train()
         assert caught.value.remedy  # type: ignore[attr-defined]
+
+
+SGD = {"optimizer": "sgd"}
+
+
+@pytest.mark.parametrize(
+    ("compiled", "uses", "says"),
+    [(SGD, False, True), ({"metrics": ["mae"]}, True, True), ({}, False, False), (SGD, True, False)],
+)
+def test_an_optimizer_and_metrics_of_compile_are_named_where_nothing_uses_them(
+    compiled: dict[str, Any], uses: bool, says: bool, tmp_path: Path
+) -> None:
+    model = classifier()
+    model.compile(loss=model.loss, **compiled)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(tmp_path, pairs(8), model=model, optimizers=(model.optimizer if uses else None, None))
+    assert any("give optimizers=(model.optimizer, None)" in str(warning.message) for warning in caught) == says
 
 
 def test_sets_of_batches_are_refused(tmp_path: Path) -> None:
