@@ -84,10 +84,10 @@ class Attempt:
     @classmethod
     def of(cls, stage: str, start: Mapping[str, Any], end: Mapping[str, Any]) -> Attempt:
         """The attempt of a start and an end in the stage's ledger."""
-        error = end.get("error")
+        error, number = end.get("error"), start.get("attempt")
         return cls(
             stage=stage,
-            number=int(start.get("attempt") or 0),
+            number=number if isinstance(number, int) else 0,
             started=str(start.get("started") or ""),
             ended=str(end["ended"]) if end.get("ended") else None,
             outcome=str(end.get("outcome") or "open"),

@@ -19,8 +19,7 @@ from trainflow.flows.records.results import flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
 from trainflow.flows.records.run_names import flat_settings
 from trainflow.flows.stages import find_stage, stage_names
-from trainflow.tasks.code.reach import Place
-from trainflow.tasks.keys.keys import Difference, describe_code, differences
+from trainflow.tasks.keys.keys import Difference, describe_code, differences, read_places
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import KEY_FILE, look_up_in, stage_folder
 
@@ -165,7 +164,7 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
         run=run,
         stages=stages,
         spec=_read_spec(storage, run),
-        arguments=_read_json(folder, ARGUMENTS_FILE),
+        arguments={name: told for name, told in _read_json(folder, ARGUMENTS_FILE).items() if isinstance(told, dict)},
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
         places=places,
@@ -314,10 +313,7 @@ def _compare_code(old: RunDetails, new: RunDetails) -> list[str]:
             continue
         is_known = True
         code = [change for change in differences(stage.fields, other.fields) if change.field.startswith("recipe.")]
-        recorded = other.record.get("places")
-        pairs = recorded.items() if isinstance(recorded, Mapping) else ()
-        places = {label: Place(*place) for label, place in pairs if isinstance(place, list)}
-        sentences |= {str(change): None for change in describe_code(code, stage.record.get("places"), places)}
+        sentences |= {str(change): None for change in describe_code(code, stage.record, read_places(other.record))}
     if is_known:
         return list(sentences)
     return [str(change) for change in differences(old.run.sources, new.run.sources)]

@@ -219,12 +219,13 @@ def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[Differen
 
 
 def describe_code(
-    changed: Iterable[Difference], before: Mapping[str, Any] | None, now: Mapping[str, Place]
+    changed: Iterable[Difference], before: Mapping[str, Any], now: Mapping[str, Place]
 ) -> list[Difference]:
     """The differences, those of code with a sentence: what changed itself first, then what it newly uses or left.
 
-    `before` and `now` are the places of both keys, those of the older one as ``key.json`` has them.
+    `before` is the record of the older key, as ``key.json`` has it; `now` has the places of the newer one.
     """
+    earlier = read_places(before)
     others: list[Difference] = []
     code: list[tuple[int, Difference]] = []
     for difference in changed:
@@ -232,7 +233,7 @@ def describe_code(
         if label == difference.field or ":" not in label:
             others.append(difference)
             continue
-        place = now.get(label) or _read_place((before or {}).get(label))
+        place = now.get(label) or earlier.get(label)
         sentence, rank = _sentence(label, place, difference)
         code.append((rank, replace(difference, sentence=sentence)))
     code.sort(key=lambda change: change[0])
@@ -260,10 +261,12 @@ def _sentence(label: str, place: Place | None, difference: Difference) -> tuple[
     return f"{name} {change} ({where}){because}", 0 if change == "changed" else 1
 
 
-def _read_place(record: Any) -> Place | None:
-    if isinstance(record, list) and len(record) in (2, 3) and isinstance(record[0], int):
-        return Place(record[0], *(str(part) for part in record[1:]))
-    return None
+def read_places(record: Mapping[str, Any]) -> dict[str, Place]:
+    """The places of a key's code as ``key.json`` has them; what is not one is left out."""
+    places = record.get("places")
+    pairs = places.items() if isinstance(places, dict) else ()
+    lists = [(label, place) for label, place in pairs if isinstance(place, list) and len(place) in (1, 2, 3)]
+    return {label: Place(line, *map(str, texts)) for label, (line, *texts) in lists if isinstance(line, int)}
 
 
 # -- the stages' keys -------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import http.client
 import json
 import os
 import sys
@@ -303,7 +304,7 @@ def _http_tag(source: str, field: str) -> str:
         raise ConfigError(
             f"The server answers {error.code} {error.reason}.", field=field, value=source, remedy="Check the URL."
         ) from error
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         what = describe_outage(error) or first_line(error)
         remedy = "Check the address and the network, then run the same command again."
         raise StoreUnreachableError(f"The server cannot be reached: {what}.", field=source, remedy=remedy) from error

@@ -258,7 +258,7 @@ def compare_with(storage: str, key: StageKey, older: str) -> list[Difference]:
 
 def compare_keys(record: Mapping[str, Any], key: StageKey) -> list[Difference]:
     """The fields in which `key` differs from a recorded one, which is the content of a ``key.json``."""
-    return describe_code(differences(record["fields"], key.fields), record.get("places"), key.places)
+    return describe_code(differences(record["fields"], key.fields), record, key.places)
 
 
 def read_key_fields(storage: str, stage: str, key: str) -> dict[str, Any] | None:
@@ -305,7 +305,7 @@ def _explain_nearest(stages: Store, key: StageKey, unknown: Collection[str] = ()
             # Results that follow each other differ in nothing that a user has changed.
             ignored = {*unknown, REFRESH}
             known = [change for change in differences(record["fields"], key.fields) if change.field not in ignored]
-            changed = describe_code(known, record.get("places"), key.places)
+            changed = describe_code(known, record, key.places)
             # Of equally near runs a committed one comes first.
             found.append((len(changed), not stages.exists(f"{name}/COMMIT.json"), name, changed))
     if not found:

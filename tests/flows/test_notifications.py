@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import socketserver
-import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -14,22 +13,10 @@ from typing import Any
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
+from tests.support.machine import serving
 from tests.support.runs import broken, run
 from trainer_lib.errors import CodeError
 from trainflow.tasks.tracking.notifying import Message, NotifySettings
-
-
-@contextlib.contextmanager
-def serving(server: socketserver.TCPServer) -> Iterator[int]:
-    """Serve inside the block; yields the port."""
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
-    thread.start()
-    try:
-        yield int(server.server_address[1])
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
 
 
 @contextlib.contextmanager

@@ -190,8 +190,5 @@ def test_a_dead_server_is_a_storage_error(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_malformed_address_is_bad_input(to: str) -> None:
     with pytest.raises(ConfigError, match="hf://organisation/name"):
         open_hub(to)
-
-
-def test_two_revisions_are_bad_input() -> None:
     with pytest.raises(ConfigError, match="another revision"):
         open_hub("hf://a/b@one", revision="two")

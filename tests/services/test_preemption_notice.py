@@ -7,7 +7,6 @@ import logging
 import os
 import socketserver
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ import pydantic
 import pytest
 
 from tests.support.launched import wait_until
+from tests.support.machine import serving
 from trainer_lib.protocol.preemption import NoticeWatch, Preemption, find_notice
 from trainflow.tasks.configs import PreemptionSettings
 
@@ -26,6 +26,8 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
     """Answers as clouds do: 404 until the notice, TRUE or FALSE, a redirect, or nothing until `released`."""
 
     released = threading.Event()
+
+    log_message = staticmethod(lambda *_: None)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
         if self.path == "/slow":
@@ -39,9 +41,6 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
         self.send_response(200 if there else 404)
         self.end_headers()
         self.wfile.write(b"TRUE" if there else b"")
-
-    def log_message(self, format: str, *args: Any) -> None:
-        pass
 
 
 class _Odd(socketserver.StreamRequestHandler):
@@ -60,12 +59,8 @@ class _Odd(socketserver.StreamRequestHandler):
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata) as listening:
-        thread = threading.Thread(target=listening.serve_forever, daemon=True)
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_address[1]}"
-        listening.shutdown()
-        thread.join()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Metadata)) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def watched(asked: Preemption) -> NoticeWatch:
@@ -93,13 +88,9 @@ def test_a_url(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_odd_answer_does_not_end_the_watch(caplog: pytest.LogCaptureFixture) -> None:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Odd) as listening:
-        listening.daemon_threads, listening.block_on_close = True, False
-        threading.Thread(target=listening.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{listening.server_address[1]}/"
-        with caplog.at_level(logging.WARNING):
-            watch = watched(Preemption(url=url, every_s=0.01, timeout_s=2.0))
-        listening.shutdown()
+    with serving(socketserver.ThreadingTCPServer(("127.0.0.1", 0), _Odd)) as port, caplog.at_level(logging.WARNING):
+        url = f"http://127.0.0.1:{port}/"
+        watch = watched(Preemption(url=url, every_s=0.01, timeout_s=2.0))
     assert watch.notice == f"{url} answered"
     assert [record.getMessage().split(":")[0] for record in caplog.records] == ["train.preemption"]
     assert f"{url} failed, and is repeated: BadStatusLine" in caplog.text

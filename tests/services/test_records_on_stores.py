@@ -6,7 +6,6 @@ import http.server
 import json
 import math
 import os
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,6 +13,7 @@ from typing import Any, ClassVar
 import pytest
 
 from tests.support.following import FollowedStage
+from tests.support.machine import serving
 from tests.support.recorded import (
     collect,
     commit_stage,
@@ -26,7 +26,7 @@ from tests.support.recorded import (
 )
 from tests.support.s3 import S3Server
 from trainer_lib.checkpoint.catalogue import rotate_checkpoints
-from trainer_lib.errors import ConfigError
+from trainer_lib.errors import ConfigError, StoreUnreachableError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.records.past_runs import find_run, list_runs
@@ -248,8 +248,11 @@ def digest(source: str) -> str:
 
 class _Server(http.server.BaseHTTPRequestHandler):
     tags: ClassVar[dict[str, str | None]] = {}
+    log_message = staticmethod(lambda *_: None)  # type: ignore[assignment]
 
     def do_HEAD(self) -> None:
+        if self.path == "/odd":
+            self.wfile.write(b"SSH-2.0\r\n")
         if self.path not in self.tags:
             self.send_error(404)
             return
@@ -260,19 +263,12 @@ class _Server(http.server.BaseHTTPRequestHandler):
         self.send_header("Content-Length", "5")
         self.end_headers()
 
-    def log_message(self, *_: object) -> None:
-        """Not on the tests' output."""
-
 
 @pytest.fixture
 def server() -> Iterator[str]:
     _Server.tags = {"/a": '"one"', "/none": None}
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server) as listening:
-        thread = threading.Thread(target=listening.serve_forever, args=(0.01,))
-        thread.start()
-        yield f"http://127.0.0.1:{listening.server_port}"
-        listening.shutdown()
-        thread.join()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Server)) as port:
+        yield f"http://127.0.0.1:{port}"
 
 
 def test_a_url_counts_by_its_etag(server: str) -> None:
@@ -285,6 +281,8 @@ def test_a_url_counts_by_its_etag(server: str) -> None:
         digest(f"{server}/none")
     with pytest.raises(ConfigError, match="404"):
         digest(f"{server}/missing")
+    with pytest.raises(StoreUnreachableError, match="something else answers in its place"):
+        digest(f"{server}/odd")
 
 
 def test_objects_count_by_the_stores_own_tags(s3_url: str) -> None:

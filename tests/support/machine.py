@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import socket
+import socketserver
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +15,19 @@ def free_port() -> int:
     """Return a port of the loopback interface that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def serving(server: socketserver.TCPServer) -> Iterator[int]:
+    """Serve inside the block; yields the port."""
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05})
+    thread.start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 @contextlib.contextmanager

@@ -24,7 +24,7 @@ from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError,
 from trainer_lib.hub.base import Content, Published, Source
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest
-from trainer_lib.storage.outages import describe_outage
+from trainer_lib.storage.outages import describe_outage, is_strange
 
 if TYPE_CHECKING:
     from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
@@ -250,8 +250,9 @@ class HuggingFaceHub:
     def _translate_error(self, error: Exception) -> TrainflowError | None:
         from huggingface_hub.errors import HfHubHTTPError
 
-        if type(error) is RuntimeError and isinstance(error.__cause__, Exception):
-            error = error.__cause__  # huggingface_hub wraps the error of a failed upload
+        inner = error.__cause__
+        if isinstance(inner, HfHubHTTPError) or (type(error) is RuntimeError and isinstance(inner, Exception)):
+            error = inner  # huggingface_hub wraps the error of a failed transfer
         where: dict[str, Any] = {"field": self._field, "value": self.target}
         reason = first_line(error).rstrip(".")
         if isinstance(error, HfHubHTTPError):
@@ -267,7 +268,7 @@ class HuggingFaceHub:
                 return _rejected(reason, where)
             remedy = "The same command continues once the Hub serves again."
             return StoreUnreachableError(f"The Hub failed ({status}): {reason}", remedy=remedy, **where)
-        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS:
+        if isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _HTTP_CLIENTS or is_strange(error):
             endpoint = os.environ.get("HF_ENDPOINT") or "the Hub"
             remedy = f"Check the connection to {endpoint}, then run the same command again."
             what = describe_outage(error) or reason
@@ -381,8 +382,5 @@ def check_access(repo: str, *, field: str, writes: bool, timeout_s: float) -> No
                 raise
     # The Hub has refused a wrong token by now, whatever the repository.
     if writes and api.token is None and get_token() is None:
-        what, remedy = (
-            "There is no login for the Hub, so nothing can be written there.",
-            "Set HF_TOKEN to a token that may",
-        )
-        raise ConfigError(what, field=field, value=hub.target, remedy=f"{remedy} write there.")
+        what = "There is no login for the Hub, so nothing can be written there."
+        raise ConfigError(what, field=field, value=hub.target, remedy="Set HF_TOKEN to a token that may write there.")

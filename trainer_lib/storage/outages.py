@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import shutil
 import socket
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,44 +19,27 @@ _UNKNOWN_HOST = "the name of its host is not known"
 _NO_ROUTE = "there is no way to it through the network"
 _SLOW = "no answer comes in time"
 _BROKEN = "the connection breaks off"
+_STRANGE = "something else answers in its place"
 _UNREACHABLE = "no connection comes about"
 
 _NUMBERS = {
     errno.ECONNREFUSED: _REFUSED,
-    errno.EHOSTUNREACH: _NO_ROUTE,
-    errno.ENETUNREACH: _NO_ROUTE,
-    errno.ENETDOWN: _NO_ROUTE,
-    errno.EHOSTDOWN: _NO_ROUTE,
+    **dict.fromkeys((errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN), _NO_ROUTE),
     errno.ETIMEDOUT: _SLOW,
-    errno.ECONNRESET: _BROKEN,
-    errno.ECONNABORTED: _BROKEN,
-    errno.EPIPE: _BROKEN,
-    errno.ESTALE: _BROKEN,  # a network folder whose server was restarted
+    # ESTALE: a network folder whose server was restarted.
+    **dict.fromkeys((errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ESTALE), _BROKEN),
     errno.EREMOTEIO: "it answers with a failure",
+    errno.EPROTO: _STRANGE,
 }
-# By the names of the classes, because most clients are not installed: the end of a name -> what it means.
+# By the names of the classes, because most clients are not installed: the ends of names, and what they mean, in order.
 _CLASSES = {
-    "NameResolutionError": _UNKNOWN_HOST,
-    "DNSError": _UNKNOWN_HOST,
-    "gaierror": _UNKNOWN_HOST,
-    "ConnectTimeoutError": _SLOW,
-    "ReadTimeoutError": _SLOW,
-    "Timeout": _SLOW,
-    "TimeoutError": _SLOW,
-    "ConnectionClosedError": _BROKEN,
-    "ServerDisconnectedError": _BROKEN,
-    "RemoteProtocolError": _BROKEN,
-    "ClientPayloadError": _BROKEN,
-    "IncompleteRead": _BROKEN,
-    "ReadError": _BROKEN,
-    "WriteError": _BROKEN,
-    "EndpointConnectionError": _UNREACHABLE,
-    "ClientConnectorError": _UNREACHABLE,
-    "NewConnectionError": _UNREACHABLE,
-    "MaxRetryError": _UNREACHABLE,
-    "ConnectError": _UNREACHABLE,
-    "ConnectionError": _UNREACHABLE,
-    "HTTPClientError": _UNREACHABLE,
+    ("NameResolutionError", "DNSError", "gaierror"): _UNKNOWN_HOST,
+    ("ConnectTimeoutError", "ReadTimeoutError", "Timeout", "TimeoutError"): _SLOW,
+    ("ConnectionClosedError", "ServerDisconnectedError", "RemoteProtocolError", "ClientPayloadError"): _BROKEN,
+    ("IncompleteRead", "ReadError", "WriteError"): _BROKEN,
+    ("EndpointConnectionError", "ClientConnectorError", "NewConnectionError", "MaxRetryError"): _UNREACHABLE,
+    ("ConnectError", "ConnectionError", "HTTPClientError"): _UNREACHABLE,
+    ("BadStatusLine",): _STRANGE,
 }
 _BUSY_CODES = {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "429", "500", "502", "503", "504"}
 _VENDORS = {
@@ -68,12 +53,8 @@ _VENDORS = {
     "azure",
     "aiohttp",
     "fsspec",
-    "httpcore",
-    "httpx",
-    "httpx2",
-    "huggingface_hub",
     "paramiko",
-}
+} | {"httpcore", "httpx", "httpx2", "huggingface_hub"}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExceeded"}
 """Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
@@ -88,6 +69,8 @@ def describe_outage(error: BaseException) -> str | None:
     A refusal, such as a missing permission, is an answer. Clients wrap the errors of the network in their own, so the
     causes are looked at as well, and the most precise one counts.
     """
+    if isinstance(error, Exception) and is_strange(error):
+        return _STRANGE
     found = [reason for cause in _chain(error) if (reason := _outage_of(cause)) is not None]
     return next((reason for reason in reversed(found) if reason != _UNREACHABLE), found[0] if found else None)
 
@@ -101,7 +84,7 @@ def _outage_of(error: BaseException) -> str | None:
     if code in _BUSY_CODES or (code or "").startswith("Throttling"):
         return f"it is overloaded or out of order ({code})"
     names = [cls.__name__ for cls in type(error).__mro__]
-    return next((reason for end, reason in _CLASSES.items() if any(name.endswith(end) for name in names)), None)
+    return next((reason for ends, reason in _CLASSES.items() if any(name.endswith(ends) for name in names)), None)
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
@@ -131,8 +114,9 @@ def _answered(error: BaseException, field: str) -> str | None:
     for candidate in (error, error.__cause__):
         response = getattr(candidate, "response", None)
         if isinstance(response, dict):
-            value = response.get("Error", {}).get(field)
-            return None if value is None and field == "Message" else str(value)
+            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # where the answer has no words of S3
+            value = response.get("Error", {}).get(field) or (status if field == "Code" else None)
+            return None if value is None else str(value)
         # A client of the Hub: other clients' errors have a status as well, and words of their own.
         status = getattr(response, "status_code", None) if hasattr(candidate, "server_message") else None
         if status is not None:
@@ -148,7 +132,15 @@ class FolderGoneError(OSError):
 def is_of_a_store(error: Exception) -> bool:
     """Return whether a store failed, and not our own code or the caller's."""
     # By the module's name, because most of these packages are not installed.
-    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _VENDORS
+    return isinstance(error, OSError) or type(error).__module__.partition(".")[0] in _VENDORS or is_strange(error)
+
+
+def is_strange(error: Exception) -> bool:
+    """Return whether a client did not find in an answer what its store always sends: another program gave it."""
+    if not isinstance(error, LookupError | TypeError | AttributeError):
+        return isinstance(error, json.JSONDecodeError)
+    raised_in = [frame.f_globals["__name__"] for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(raised_in) and raised_in[-1].partition(".")[0] in _VENDORS
 
 
 def absent(where: str) -> StorageError:
@@ -198,7 +190,7 @@ def _reason(error: Exception) -> str:
     code = vendor_code(error)
     said = error.strerror if isinstance(error, OSError) else None
     if code is not None:
-        message = vendor_message(error) or said
+        message = vendor_message(error)
         return f"the store answers {code}" + (f" ({message.rstrip('.')})" if message else "")
     return said or str(error) or type(error).__name__
 
@@ -229,7 +221,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
     if number in _NO_FOLDER:
         remedy = "Choose another storage, or move that file away."
         return StorageError("A file is in the place of a folder.", field=where, remedy=remedy)
-    if number in _DENIED or isinstance(error, PermissionError):
+    if number in _DENIED or isinstance(error, PermissionError) or vendor_code(error) in ("401", "403"):
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
     elif type(error).__name__ in _CREDENTIALS:
         remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."

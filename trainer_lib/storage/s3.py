@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, cast
 from typing_extensions import override
 
 from trainer_lib.storage.remote import AheadReader, Buffer, RemoteBackend
+from trainer_lib.storage.urls import FileInfo
 
 PART = 16 * 2**20
 """Bytes of one part; the protocol demands at least 5 MiB."""
@@ -38,8 +39,30 @@ Call = Callable[..., "Future[dict[str, Any]]"]
 """Start one request of the S3 client."""
 
 
+_KNOWN: set[str] = set()  # endpoints at which an S3 store has answered
+
+
 class S3Backend(RemoteBackend):
     """A folder in a bucket."""
+
+    @override
+    def files(self, rel: str) -> list[FileInfo]:
+        return super().files(rel) or self._confirm_empty()
+
+    @override
+    def names(self, rel: str) -> list[str]:
+        return super().names(rel) or self._confirm_empty()
+
+    def _confirm_empty(self) -> list[Any]:
+        """Return the empty list, unless it is no store that answers: s3fs takes a web page for an empty folder."""
+        endpoint = self.fs.endpoint_url
+        if endpoint and endpoint not in _KNOWN:
+            bucket, key, _ = self.fs.split_path(self.root)
+            with contextlib.suppress(FileNotFoundError):
+                if "Name" not in self._begin("list_objects_v2", Bucket=bucket, Prefix=key, MaxKeys=1).result():
+                    raise OSError(errno.EPROTO, endpoint)
+            _KNOWN.add(endpoint)
+        return []
 
     @override
     def open_read(self, rel: str) -> BinaryIO:

@@ -347,6 +347,11 @@ def hostile_storage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         }
         record_run(place, run_id, day=day, status="FAILED", stages=keys, **fields)
         runs.child(run_id).write_bytes(f"tags/{'t' * 60}", b"{}")
+        runs.child(run_id).write_bytes("arguments.json", b'{"train": "x", "evaluate": [1]}')
+        store = Store.open(place).child("stages", "train", keys["train"][:16])
+        store.write_bytes("attempts/0001.json", b'{"attempt": {"attempt": "x"}}')
+        key = {**json.loads(store.read_bytes("key.json")), "places": {"recipe.py:prepare": [1, 2, 3, 4, 5]}}
+        store.write_bytes("key.json", json.dumps({**key, "places": "x"} if run_id == RUN else key).encode())
     write_record(runs.child(BAD), {"name": HOSTILE, "started": HOSTILE})
     runs.child(BAD).write_bytes("run.json", b'{"\x1b]0;x\x07": 1, "\x1b]0;x\x07": 2}')
     return place

@@ -9,7 +9,6 @@ import http.server
 import json
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ import httpx
 import pytest
 from prefect import Flow
 
+from tests.support.machine import serving
 from tests.support.repository import ROOT
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
@@ -47,13 +47,8 @@ def api() -> Iterator[str]:
             self.end_headers()
             self.wfile.write(b"{}")
 
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_address[1]}/api"
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)) as port:
+        yield f"http://127.0.0.1:{port}/api"
 
 
 def test_a_wrong_login_is_refused_before_anything_starts(api: str) -> None:

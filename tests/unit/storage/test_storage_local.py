@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import errno
+import http.server
 import os
+import pkgutil
 import socket
 import stat
 import subprocess
 import sys
 import threading
-import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.machine import free_port
+from tests.support.machine import free_port, serving
 from tests.support.stores import record_fsync
 from trainer_lib.base.paths import absolute_path
 from trainer_lib.errors import (
@@ -25,7 +26,9 @@ from trainer_lib.errors import (
     StorageFullError,
     StorageGoneError,
     StoreUnreachableError,
+    TrainflowError,
 )
+from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import Store, relative_problem
 from trainer_lib.storage.local import make_folders
@@ -353,35 +356,19 @@ def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
         store.local_path()
 
 
-def by_urllib(url: str) -> None:
-    urllib.request.urlopen(url)
-
-
-def by_httpx(url: str) -> None:
-    import httpx
-
-    httpx.get(url, trust_env=False)
-
-
-def by_requests(url: str) -> None:
-    import requests
-
-    requests.get(url, timeout=5)
-
-
-@pytest.mark.parametrize("client", [by_urllib, by_httpx, by_requests])
+@pytest.mark.parametrize("client", ["urllib.request.urlopen", "httpx.get", "requests.get"])
 def test_a_refused_connection_and_an_unknown_host_are_named_whatever_the_client(
-    client: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+    client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*args: object, **more: object) -> object:
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     with pytest.raises(Exception) as caught:  # each client has its own class
-        client(f"http://127.0.0.1:{free_port()}/")
+        pkgutil.resolve_name(client)(f"http://127.0.0.1:{free_port()}/")
     assert describe_outage(caught.value) == "the connection is refused"
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(Exception) as caught:
-        client("http://nowhere.invalid/")
+        pkgutil.resolve_name(client)("http://nowhere.invalid/")
     assert describe_outage(caught.value) == "the name of its host is not known"
 
 
@@ -396,6 +383,33 @@ def test_s3_without_a_server_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) ->
     assert (error.field, error.value, error.exit_code, error.retryable) == ("storage", "s3://bucket/x", 14, True)
     assert error.message == "Could not write it: the store does not answer (the connection is refused)."
     assert endpoint in str(error.remedy)
+
+
+@pytest.mark.parametrize("answer", [b"<html>Sign in</html>", b"null", b"{}"])
+def test_what_answers_in_place_of_a_store_is_no_empty_folder(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Page(http.server.BaseHTTPRequestHandler):
+        log_message = staticmethod(lambda *_: None)  # type: ignore[assignment]
+
+        def do_GET(self) -> None:
+            self.send_response(403 if "closed" in self.path else 200)
+            self.end_headers()
+            self.wfile.write(answer if self.command == "GET" and (answer[:1] == b"<" or "api" in self.path) else b"")
+
+        do_HEAD = do_GET
+
+    with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)) as port:
+        endpoint = f"http://127.0.0.1:{port}"
+        settings = {"AWS_ENDPOINT_URL": endpoint, "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}
+        for name, value in {**settings, "AWS_DEFAULT_REGION": "us-east-1", "HF_ENDPOINT": endpoint}.items():
+            monkeypatch.setenv(name, value)
+        store = Store.open("s3://bucket/x")
+        for look in (store.list, store.children, lambda: store.exists("a"), lambda: download_snapshot("a/b")):
+            with pytest.raises(StoreUnreachableError, match="something else answers in its place") as caught:
+                look()
+            assert endpoint in str(caught.value.remedy)
+        for refused in (Store.open("s3://closed/x").list, lambda: download_snapshot("a/closed")):
+            with pytest.raises(TrainflowError, match=r"\b403\b.*(Check the permissions|Set HF_TOKEN)|something else"):
+                refused()
 
 
 def test_an_answer_is_not_an_outage() -> None:
