@@ -17,6 +17,7 @@ seconds more per command. `prefect server start --background` never ends by itse
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import os
 import warnings
@@ -25,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer_lib.base.restore_process import objects_set_aside
-from trainer_lib.errors import ConfigError, InfrastructureError
+from trainer_lib.errors import ConfigError, InfrastructureError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.storage.outages import describe_outage
 from trainer_lib.storage.urls import checked_address
@@ -76,7 +77,7 @@ def require_answer(api: str) -> None:
             what = f"Prefect's server at {mask(api)} refuses the login: the answer is {status}."
             remedy = "Set it to the server's PREFECT_SERVER_API_AUTH_STRING; for Prefect Cloud set PREFECT_API_KEY."
             raise ConfigError(what, field="PREFECT_API_AUTH_STRING", remedy=remedy, details=repr(error))
-        what = f"the answer is {status}" if status is not None else describe_outage(error) or type(error).__name__
+        what = f"the answer is {status}" if status is not None else describe_outage(error) or first_line(error)
         raise ConfigError(
             f"No Prefect server answers there: {what}.",
             field="PREFECT_API_URL",
@@ -87,15 +88,20 @@ def require_answer(api: str) -> None:
 
 
 def _find_refusal(client: SyncPrefectClient) -> Exception | None:
-    """The server's objection to a login; None: it accepts it. A server answers about its health without one."""
+    """What speaks against the login or the server; None: nothing. A server says without a login that it is well."""
     import httpx
 
     try:
         client.hello()
+        client.raise_for_api_version_mismatch_once()
     except httpx.HTTPStatusError as error:
         return error if error.response.status_code in _UNAUTHORIZED else None
     except httpx.TransportError as error:
         return error
+    except RuntimeError as error:
+        return error.__cause__ if isinstance(error.__cause__, Exception) else error
+    except (TypeError, ValueError) as error:  # what it names as its version is none
+        return OSError(errno.EPROTO, str(error))
     return None
 
 

@@ -158,11 +158,15 @@ def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refuse
         ("a.jsonl", b'{"n": 1}\n{"n": \n', r"a\.jsonl, row 1 \(line 2\): the line is not JSON"),
         ("a.jsonl", b"[1]\n", r"row 0 \(line 1\): it is a list"),
         ("a.jsonl.gz", gzip.compress(b'{"n": 1}\n' * 9999)[:-9], "row .*cannot be read"),
+        ("a.csv.gz", gzip.compress(b"n,text\n1," + b"x" * (1 << 18)), "row 0.*cannot be read.*a line has more than"),
         ("a.parquet", b"PAR1 nothing", "cannot be read"),
         ("a.arrow", b"", "cannot be read"),
     ],
 )
-def test_a_bad_row_or_file_is_named(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_bad_row_or_file_is_named(
+    name: str, content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer_lib.data.rows.reading.MAX_LINE_BYTES", 1 << 17)
     (tmp_path / name).write_bytes(content)
     with pytest.raises(DataError) as refused:
         _rows(_reader(tmp_path / name), 100_000)

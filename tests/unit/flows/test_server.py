@@ -42,25 +42,34 @@ def api() -> Iterator[str]:
         log_message = staticmethod(lambda *_: None)  # type: ignore[assignment]
 
         def do_GET(self) -> None:
-            self.send_response(200 if self.path == "/api/health" else 401)
-            self.send_header("Content-Length", "2")
+            self.send_response(200 if self.path == "/api/health" or "page" in self.path else 401)
+            self.send_header("Content-Length", "6")
             self.end_headers()
-            self.wfile.write(b"{}")
+            self.wfile.write(b"<html>" if "html" in self.path else b"  {}  ")
 
     with serving(http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refuses)) as port:
         yield f"http://127.0.0.1:{port}/api"
 
 
-def test_a_wrong_login_is_refused_before_anything_starts(api: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "problem", "remedy"),
+    [
+        ("api", "refuses the login: the answer is 401", "PREFECT_SERVER_API_AUTH_STRING"),
+        ("html-page", "No Prefect server answers there: something else answers in its place", "PREFECT_API_URL"),
+        ("json-page", "No Prefect server answers there: something else answers in its place", "PREFECT_API_URL"),
+    ],
+)
+def test_a_wrong_login_or_server_is_refused_before_anything_starts(
+    page: str, problem: str, remedy: str, api: str
+) -> None:
     from prefect.settings import PREFECT_API_AUTH_STRING, PREFECT_API_URL, temporary_settings
 
     with (
-        temporary_settings({PREFECT_API_URL: api, PREFECT_API_AUTH_STRING: "me:wrong-word"}),
-        pytest.raises(ConfigError, match="refuses the login: the answer is 401") as refused,
+        temporary_settings({PREFECT_API_URL: api.replace("api", page), PREFECT_API_AUTH_STRING: "me:wrong-word"}),
+        pytest.raises(ConfigError, match=problem) as refused,
     ):
         require_answer(api)
-    assert refused.value.field == "PREFECT_API_AUTH_STRING"
-    assert "PREFECT_SERVER_API_AUTH_STRING" in str(refused.value.remedy)
+    assert remedy in str(refused.value.remedy)
     assert "wrong-word" not in f"{refused.value} {refused.value.details}"
 
 

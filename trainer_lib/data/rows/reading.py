@@ -17,7 +17,7 @@ import zipfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import IO, Any, AnyStr
 from urllib.parse import unquote
 
 import pyarrow as pa
@@ -27,6 +27,7 @@ from trainer_lib.data.rows.row_sources import RowFile, packing_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 FIELD = "prepare.options.read"
+MAX_LINE_BYTES = 256 << 20  # of a text, characters
 _SEPARATORS = (";", "\t", "|")
 _ENCODINGS = [f"cp{number}" for number in (1252, 1250, 1251, 1253, 1254, 1255, 1256, 932, 949)] + ["gb18030", "big5"]
 _HINT = re.compile(r"sep=(.)\r?\n")  # Excel's first line
@@ -119,10 +120,8 @@ class Reading:
         if unusual:
             notes.append(f"{file.address} is read with {' and '.join(unusual)}.")
         text = io.TextIOWrapper(stream, encoding, newline="")
-        for _ in range(skipped):
-            text.readline()
         reader = csv.reader(
-            text,
+            itertools.islice(read_lines(text), skipped, None),
             delimiter=separator,
             quotechar=self.quote or '"',
             quoting=csv.QUOTE_NONE if self.quote == "" else csv.QUOTE_MINIMAL,
@@ -188,6 +187,14 @@ def looks_like_row(header: Sequence[str]) -> bool:
     """Whether the names of columns look like values: half of them or more are numbers."""
     numbers = sum(re.fullmatch(r"[-+]?\d+([.,]\d+)?", name.strip()) is not None for name in header)
     return 0 < len(header) <= 2 * numbers
+
+
+def read_lines(stream: IO[AnyStr]) -> Iterator[AnyStr]:
+    """The lines of a stream. Raises EOFError for one that is too long: a packed file may be small and have no end."""
+    while line := stream.readline(MAX_LINE_BYTES):
+        if len(line) == MAX_LINE_BYTES:
+            raise EOFError(f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
+        yield line
 
 
 def unpack(path: str, stream: Any) -> Any:

@@ -36,12 +36,19 @@ from trainer_lib.data.rows.column import Column
 from trainer_lib.data.rows.columns import ROW_ID
 from trainer_lib.data.rows.given_rows import parse_text, refuse_row
 from trainer_lib.data.rows.reading import FIELD as READ
-from trainer_lib.data.rows.reading import Reading, folder_columns, looks_like_row, read_sheet, unpack
+from trainer_lib.data.rows.reading import (
+    MAX_LINE_BYTES,
+    Reading,
+    folder_columns,
+    looks_like_row,
+    read_lines,
+    read_sheet,
+    unpack,
+)
 from trainer_lib.data.rows.row_sources import RowFile, format_of, packing_of
 from trainer_lib.errors import DataError, first_line
 from trainer_lib.storage import Store
 
-MAX_LINE_BYTES = 256 << 20
 _BATCH_ROWS = 1024
 _BUFFER_BYTES = 1 << 20
 _AT_ONCE = 64  # rows of a file that are in memory both as they are there and as values
@@ -209,12 +216,8 @@ def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
     if is_array and buffered.peek().removeprefix(_BOM).lstrip().startswith(b"["):
         rows = _parse_array(buffered, file)
         yield from ((None, partial(rows.__getitem__, number)) for number in range(len(rows)))
-    number = 0
-    while line := buffered.readline(MAX_LINE_BYTES):
-        number += 1
-        if len(line) == MAX_LINE_BYTES:
-            raise EOFError(f"a line has more than {MAX_LINE_BYTES >> 20} MiB")
-        line = line.removeprefix(_BOM) if number == 1 else line
+    for number, text in enumerate(read_lines(buffered), start=1):
+        line = text.removeprefix(_BOM) if number == 1 else text
         if not line.isspace():
             yield number, partial(_parse_json, line)
 
