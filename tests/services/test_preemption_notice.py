@@ -7,6 +7,7 @@ import logging
 import os
 import socketserver
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,7 +27,6 @@ class _Metadata(http.server.BaseHTTPRequestHandler):
     """Answers as clouds do: 404 until the notice, TRUE or FALSE, a redirect, or nothing until `released`."""
 
     released = threading.Event()
-
     log_message = staticmethod(lambda *_: None)  # type: ignore[assignment]
 
     def do_GET(self) -> None:
