@@ -178,12 +178,8 @@ def _enum(value: Any, kind: type[Enum], field: str) -> Enum:
         by_text |= {str(member.value).lower(): member for member in kind}  # "lion" is a value, and LION another's name
         if word.lower() in by_text:
             return by_text[word.lower()]
-        raise ConfigError(
-            "This is not one of the choices.",
-            field=field,
-            value=value,
-            remedy=suggestion(word.lower(), texts),
-        )
+        remedy = suggestion(word.lower(), texts)
+        raise ConfigError("This is not one of the choices.", field=field, value=value, remedy=remedy)
     raise _refused(f"The value has the wrong type ({type(value).__name__})", "one of " + ", ".join(texts), value, field)
 
 
@@ -194,12 +190,8 @@ def _literal(value: Any, options: tuple[Any, ...], field: str) -> Any:
     for option in options:
         if str(option).lower() == str(value).strip().lower():
             return option
-    raise ConfigError(
-        "This is not one of the choices.",
-        field=field,
-        value=value,
-        remedy=suggestion(str(value), [str(option) for option in options]),
-    )
+    remedy = suggestion(str(value), [str(option) for option in options])
+    raise ConfigError("This is not one of the choices.", field=field, value=value, remedy=remedy)
 
 
 def _sequence(value: Any, kind: type, hint: Any, field: str) -> Any:
@@ -250,12 +242,8 @@ def _json(text: str, field: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise ConfigError(
-            f"This is not JSON ({error}).",
-            field=field,
-            value=text,
-            remedy="Use double quotes around names and texts.",
-        ) from None
+        remedy = "Use double quotes around names and texts."
+        raise ConfigError(f"This is not JSON ({error}).", field=field, value=text, remedy=remedy) from None
 
 
 def _name(hint: Any) -> str:
@@ -304,18 +292,10 @@ def check_bounds(name: str, value: Any, declared: Declaration) -> None:
     for sign, bound in declared.bounds.items():
         words, holds = _SIGNS[sign]
         if isinstance(value, (int, float)) and not holds(value, bound):
-            raise ConfigError(
-                f"The number must be {words} {bound}.",
-                field=name,
-                value=value,
-                remedy=f"Give a number {'of ' if words.startswith('at') else ''}{words} {bound}.",
-            )
+            remedy = f"Give a number {'of ' if words.startswith('at') else ''}{words} {bound}."
+            raise ConfigError(f"The number must be {words} {bound}.", field=name, value=value, remedy=remedy)
     choices = declared.choices
     for word in value if isinstance(value, list | tuple | set) else [value]:
         if choices and type(word) is not bool and isinstance(word, str | int | float) and word not in choices:
-            raise ConfigError(
-                "This is not one of the choices.",
-                field=name,
-                value=word,
-                remedy=suggestion(str(word), [str(choice) for choice in choices]),
-            )
+            remedy = suggestion(str(word), [str(choice) for choice in choices])
+            raise ConfigError("This is not one of the choices.", field=name, value=word, remedy=remedy)

@@ -69,11 +69,9 @@ def _apex_level(value: Any) -> Changes:
         _log.warning("Apex's level O0 computes in float32: fp16 is off.")
         return {"fp16": False}
     if level in ("O2", "O3"):
-        raise ConfigError(
-            "This level of NVIDIA Apex keeps the weights in float16, which is not supported.",
-            value=value,
-            remedy="Use torch's own mixed precision: fp16=True, which is level O1, or bf16=True.",
-        )
+        what = "This level of NVIDIA Apex keeps the weights in float16, which is not supported."
+        remedy = "Use torch's own mixed precision: fp16=True, which is level O1, or bf16=True."
+        raise ConfigError(what, value=value, remedy=remedy)
     raise ConfigError("Apex has no such level.", value=value, remedy="Remove it; fp16=True is what was level O1.")
 
 
@@ -137,9 +135,7 @@ OLD_NAMES: Mapping[str, OldName] = {
     ),
     "adafactor": _switch("optim", "adafactor", lambda args: args.optim == "adafactor"),
     "group_by_length": _switch(
-        "train_sampling_strategy",
-        "group_by_length",
-        lambda args: args.train_sampling_strategy == "group_by_length",
+        "train_sampling_strategy", "group_by_length", lambda args: args.train_sampling_strategy == "group_by_length"
     ),
     "include_inputs_for_metrics": _switch(
         "include_for_metrics", ["inputs"], lambda args: "inputs" in args.include_for_metrics
@@ -197,12 +193,9 @@ def translate(given: Mapping[str, Any], *, keep: Collection[str] = (), stackleve
         # Only now, because the model id may have come after the organization.
         model_id = out.get("hub_model_id")
         if not model_id:
-            raise ConfigError(
-                "An organization needs the name of a model.",
-                field="push_to_hub_organization",
-                value=organization,
-                remedy=f'Give hub_model_id="{organization}/<name>".',
-            )
+            what = "An organization needs the name of a model."
+            remedy = f'Give hub_model_id="{organization}/<name>".'
+            raise ConfigError(what, field="push_to_hub_organization", value=organization, remedy=remedy)
         out["hub_model_id"] = model_id if "/" in model_id else f"{organization}/{model_id}"
     return out
 

@@ -76,12 +76,9 @@ def ranks(environ: Mapping[str, str] | None = None) -> Ranks:
     """Return this process's place in its job; `ALONE` when no launcher set variables. Raises ConfigError."""
     found = read(environ)
     if found.world_size < 1 or not 0 <= found.rank < found.world_size:
-        raise ConfigError(
-            f"This rank does not fit a job of {found.world_size} processes.",
-            field=f"environment variable {found.source}",
-            value=found.rank,
-            remedy="Start through torchrun, or unset it.",
-        )
+        what = f"This rank does not fit a job of {found.world_size} processes."
+        remedy = "Start through torchrun, or unset it."
+        raise ConfigError(what, field=f"environment variable {found.source}", value=found.rank, remedy=remedy)
     return found
 
 
@@ -167,12 +164,9 @@ def find_number(env: Mapping[str, str], *names: str) -> int | None:
         try:
             return int(text)
         except ValueError:
-            raise ConfigError(
-                "This is not an integer.",
-                field=f"environment variable {name}",
-                value=text,
-                remedy="Start through torchrun, or unset it.",
-            ) from None
+            what = "This is not an integer."
+            remedy = "Start through torchrun, or unset it."
+            raise ConfigError(what, field=f"environment variable {name}", value=text, remedy=remedy) from None
     return None
 
 
@@ -259,12 +253,9 @@ def find_machines(environ: Mapping[str, str] | None = None) -> Machines | None:
         if found is None:
             continue
         if not 0 <= found.node_rank < found.most:
-            raise ConfigError(
-                f"This number does not fit a job of {found.nodes} machines.",
-                field=f"environment variable {found.source}",
-                value=found.node_rank,
-                remedy="Correct it, or unset it.",
-            )
+            what = f"This number does not fit a job of {found.nodes} machines."
+            remedy = "Correct it, or unset it."
+            raise ConfigError(what, field=f"environment variable {found.source}", value=found.node_rank, remedy=remedy)
         return found
     return None
 
@@ -286,12 +277,8 @@ def _kubeflow(env: Mapping[str, str]) -> Machines | None:
     if not nodes or env.get("LOCAL_RANK"):
         return None
     if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
-        raise ConfigError(
-            "This is neither a number of machines nor a range.",
-            field="environment variable PET_NNODES",
-            value=nodes,
-            remedy="Correct it, or unset it.",
-        )
+        what = "This is neither a number of machines nor a range."
+        raise ConfigError(what, field="environment variable PET_NNODES", value=nodes, remedy="Correct it, or unset it.")
     rank = find_number(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "GROUP_RANK")
     if rank is None and nodes != "1":
         raise _missing("PET_NODE_RANK", f"{nodes} machines (PET_NNODES)")
@@ -347,8 +334,6 @@ def _meeting(env: Mapping[str, str], host: str | None) -> tuple[str, int] | None
 
 
 def _missing(name: str, beside: str) -> ConfigError:
-    return ConfigError(
-        f"The environment describes {beside}, and this variable is not set.",
-        field=f"environment variable {name}",
-        remedy="Set it on every machine, or write launch.nodes, node_rank and rendezvous.",
-    )
+    what = f"The environment describes {beside}, and this variable is not set."
+    remedy = "Set it on every machine, or write launch.nodes, node_rank and rendezvous."
+    return ConfigError(what, field=f"environment variable {name}", remedy=remedy)

@@ -42,9 +42,7 @@ _TRUE = ("1", "true", "yes", "on")
 _NOTHING = ("", "no", "none", "auto", "null")  # how accelerate writes an absent setting
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # numbered from 1
 _WAYS = frozenset(word.lower() for word in _SHARDING)
-_UNSERVED = {
-    "ACCELERATE_USE_MEGATRON_LM": "Use fsdp or deepspeed.",
-}
+_UNSERVED = {"ACCELERATE_USE_MEGATRON_LM": "Use fsdp or deepspeed."}
 _SIZES = "PARALLELISM_CONFIG_"
 # Settings of fsdp_config by the variable that carries them: words, and truth values.
 _FSDP_TEXTS = {"FSDP_BACKWARD_PREFETCH": "backward_prefetch", "FSDP_STATE_DICT_TYPE": "state_dict_type"}
@@ -66,12 +64,8 @@ def adopt_arguments(args: Any) -> TrainingArguments:
     if isinstance(args, TrainingArguments):
         return args
     if isinstance(args, Mapping):
-        raise ConfigError(
-            "The arguments are a mapping.",
-            field="args",
-            value=type(args).__name__,
-            remedy="Give TrainingArguments.from_dict(values).",
-        )
+        remedy = "Give TrainingArguments.from_dict(values)."
+        raise ConfigError("The arguments are a mapping.", field="args", value=type(args).__name__, remedy=remedy)
     base = _base(type(args))
     if base is None or isinstance(args, type):
         raise _refusal(args)
@@ -122,12 +116,9 @@ def _refuse_other_meanings(own: Mapping[str, Any]) -> None:
     declared = declarations(TrainingArguments)
     for name, field in field_map(TrainingArguments).items():
         if declared[name].alone and own.get(name, field.default) not in (None, field.default):
-            raise ConfigError(
-                "The class adds this field; trainer_lib has an argument of this name, which may mean something else.",
-                field=name,
-                value=own[name],
-                remedy="Rename the field, or derive the class from trainer_lib.TrainingArguments.",
-            )
+            what = "The class adds this field; trainer_lib has an argument of this name, which may mean something else."
+            remedy = "Rename the field, or derive the class from trainer_lib.TrainingArguments."
+            raise ConfigError(what, field=name, value=own[name], remedy=remedy)
 
 
 def _target(cls: Any, base: Any) -> Any:
@@ -165,12 +156,8 @@ def _asked(args: Any, usual: Any, target: type) -> dict[str, Any]:
         if given is None:
             continue
         if field.name not in known:
-            raise ConfigError(
-                "trainer_lib has no argument of this name.",
-                field=field.name,
-                value=value,
-                remedy=suggestion(field.name, known, listing=False),
-            )
+            remedy = suggestion(field.name, known, listing=False)
+            raise ConfigError("trainer_lib has no argument of this name.", field=field.name, value=value, remedy=remedy)
         asked[field.name] = given[0]
     if args.use_cpu:
         asked["use_cpu"] = True  # `usual` has it too, because it decides what else is usual
@@ -289,12 +276,8 @@ def _precision(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
         yield LauncherSetting("bf16", True, name)
         yield LauncherSetting("fp8", "tensorwise", name)
     elif word not in _NOTHING:
-        raise ConfigError(
-            "This is not supported.",
-            field=f"environment variable {name}",
-            value=word,
-            remedy="Choose no, bf16, fp16, or fp8 with the backend AO.",
-        )
+        remedy = "Choose no, bf16, fp16, or fp8 with the backend AO."
+        raise ConfigError("This is not supported.", field=f"environment variable {name}", value=word, remedy=remedy)
 
 
 def _fsdp(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
@@ -330,12 +313,9 @@ def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
         name, text = "FSDP_RESHARD_AFTER_FORWARD", environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").upper()
         text = {"TRUE": "FULL_SHARD", "FALSE": "SHARD_GRAD_OP"}.get(text, text)
     if text not in _SHARDING:
-        raise ConfigError(
-            "No way of sharding has this name.",
-            field=f"environment variable {name}",
-            value=text,
-            remedy=f"Choose one of {', '.join(_SHARDING)}.",
-        )
+        what = "No way of sharding has this name."
+        remedy = f"Choose one of {', '.join(_SHARDING)}."
+        raise ConfigError(what, field=f"environment variable {name}", value=text, remedy=remedy)
     yield text.lower()
     if _is_true(environ.get("FSDP_OFFLOAD_PARAMS")):
         yield "offload"
@@ -424,12 +404,8 @@ def _comparable(value: Any) -> Any:
 
 
 def _contradiction(name: str, given: Any, launched: Any, source: str) -> ConfigError:
-    return ConfigError(
-        f"This contradicts the launcher, which sets {launched} ({source}).",
-        field=name,
-        value=given,
-        remedy="Remove one of the two, or make them equal.",
-    )
+    what = f"This contradicts the launcher, which sets {launched} ({source})."
+    return ConfigError(what, field=name, value=given, remedy="Remove one of the two, or make them equal.")
 
 
 def _is_true(text: str | None) -> bool:

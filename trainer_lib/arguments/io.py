@@ -76,10 +76,6 @@ def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
         ) from None
     # YAML also takes numbers and dates as keys.
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise ConfigError(
-            f"The file holds no mapping of names to values, but {type(values).__name__}.",
-            field=field,
-            value=str(path),
-            remedy="Write one `name: value` per line.",
-        )
+        what = f"The file holds no mapping of names to values, but {type(values).__name__}."
+        raise ConfigError(what, field=field, value=str(path), remedy="Write one `name: value` per line.")
     return values

@@ -58,11 +58,8 @@ class ArgumentParser(argparse.ArgumentParser):
         for cls in self.dataclass_types:
             for field in _init_fields(cls):
                 if field.name in owners:
-                    raise ConfigError(
-                        f"This is a field of both {owners[field.name]} and {cls.__name__}.",
-                        field=field.name,
-                        remedy="Rename one of them.",
-                    )
+                    what = f"This is a field of both {owners[field.name]} and {cls.__name__}."
+                    raise ConfigError(what, field=field.name, remedy="Rename one of them.")
                 owners[field.name] = cls.__name__
             self._add_fields(cls)
 
@@ -370,12 +367,8 @@ def _from_files(words: list[str], beside_script: bool, filename: str | None, fla
         try:
             read += file.read_text(encoding="utf-8").split()
         except OSError as error:
-            raise ConfigError(
-                f"The file cannot be read: {error.strerror}.",
-                field="args_filename",
-                value=str(file),
-                remedy="Check the path.",
-            ) from None
+            what = f"The file cannot be read: {error.strerror}."
+            raise ConfigError(what, field="args_filename", value=str(file), remedy="Check the path.") from None
     return read + words
 
 

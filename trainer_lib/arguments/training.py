@@ -270,11 +270,8 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
         if name in known:
             continue
         if name in _OF_THE_TRAINER:
-            raise ConfigError(
-                "The Trainer takes this, not its arguments.",
-                field=name,
-                remedy=f"Give it to the Trainer; in a recipe, define {_OF_THE_TRAINER[name]}.",
-            )
+            remedy = f"Give it to the Trainer; in a recipe, define {_OF_THE_TRAINER[name]}."
+            raise ConfigError("The Trainer takes this, not its arguments.", field=name, remedy=remedy)
         usual = f'Did you mean "{_SHORT_NAMES[name]}"?' if name in _SHORT_NAMES else None
         remedy = usual or suggestion(name, [*known, *compat.OLD_NAMES], listing=False)
         raise ConfigError("No argument has this name.", field=name, remedy=remedy)
@@ -412,12 +409,8 @@ class TFTrainingArguments(TFArguments, TrainingArguments):
         super().validate()
         for name, remedy in _UNSERVED.items():
             if getattr(self, name):
-                raise ConfigError(
-                    "The argument has no effect on a Keras model that runs on torch.",
-                    field=name,
-                    value=getattr(self, name),
-                    remedy=remedy,
-                )
+                what = "The argument has no effect on a Keras model that runs on torch."
+                raise ConfigError(what, field=name, value=getattr(self, name), remedy=remedy)
 
     @property
     def strategy(self) -> ReplicaStrategy:

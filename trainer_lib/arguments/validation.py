@@ -117,12 +117,8 @@ def normalise(args: ArgumentGroups) -> None:
         value = getattr(args, name)
         if isinstance(value, float) and value >= 1:
             if value != int(value):
-                raise ConfigError(
-                    "This must be a whole number of steps, or a share below 1.",
-                    field=name,
-                    value=value,
-                    remedy=f"Give {int(value)} or {int(value) + 1}.",
-                )
+                what = "This must be a whole number of steps, or a share below 1."
+                raise ConfigError(what, field=name, value=value, remedy=f"Give {int(value)} or {int(value) + 1}.")
             setattr(args, name, int(value))
     if isinstance(args.warmup_steps, float) and args.warmup_steps >= 1:
         args.warmup_steps = coerce(args.warmup_steps, int, field="warmup_steps")
@@ -365,12 +361,9 @@ def _check_mappings(args: ArgumentGroups) -> None:
         return
     refuse_unknown(config)
     if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
-        raise ConfigError(
-            "Its num_steps contradicts gradient_accumulation_steps.",
-            field=field,
-            value="gradient_accumulation_kwargs.num_steps",
-            remedy="Remove it; set gradient_accumulation_steps.",
-        )
+        what = "Its num_steps contradicts gradient_accumulation_steps."
+        remedy = "Remove it; set gradient_accumulation_steps."
+        raise ConfigError(what, field=field, value="gradient_accumulation_kwargs.num_steps", remedy=remedy)
 
 
 def _check_warmup(args: ArgumentGroups) -> None:
@@ -389,24 +382,16 @@ def _check_metric_schedules(args: ArgumentGroups) -> None:
 
 def _demand_evaluation(args: ArgumentGroups, field: str, value: Any) -> None:
     if args.eval_strategy == IntervalStrategy.NO:
-        raise ConfigError(
-            "This needs evaluations during training.",
-            field=field,
-            value=value,
-            remedy='Give eval_strategy="steps" or "epoch".',
-        )
+        remedy = 'Give eval_strategy="steps" or "epoch".'
+        raise ConfigError("This needs evaluations during training.", field=field, value=value, remedy=remedy)
 
 
 def _check_checkpointing(args: ArgumentGroups) -> None:
     for name in _CHECKPOINTING:
         twin = name.replace("gradient", "activation")
         if getattr(args, name) != getattr(args, twin):
-            raise ConfigError(
-                f"This contradicts {twin} = {getattr(args, twin)}: they are two names of one argument.",
-                field=name,
-                value=getattr(args, name),
-                remedy=f"Keep {name} and remove {twin}.",
-            )
+            what = f"This contradicts {twin} = {getattr(args, twin)}: they are two names of one argument."
+            raise ConfigError(what, field=name, value=getattr(args, name), remedy=f"Keep {name} and remove {twin}.")
 
 
 def _check_strategies(args: ArgumentGroups) -> None:

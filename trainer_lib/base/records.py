@@ -100,9 +100,5 @@ def _join(name: str, key: str) -> str:
 
 
 def _mismatch(message: str, name: str, value: Any = None) -> ConfigError:
-    return ConfigError(
-        message,
-        field=name or None,
-        value=value,
-        remedy="Use the same version of trainflow for everything that exchanges this record.",
-    )
+    remedy = "Use the same version of trainflow for everything that exchanges this record."
+    return ConfigError(message, field=name or None, value=value, remedy=remedy)

@@ -175,12 +175,9 @@ class CallbackHandler(TrainerCallback):
         """Append a callback; a class is instantiated. Raises ConfigError if it has none of the events."""
         instance = callback() if isinstance(callback, type) else callback
         if not any(callable(getattr(instance, event, None)) for event in EVENTS):
-            raise ConfigError(
-                "The object is not a callback.",
-                field="callbacks",
-                value=type(instance).__name__,
-                remedy="Derive its class from TrainerCallback.",
-            )
+            what = "The object is not a callback."
+            remedy = "Derive its class from TrainerCallback."
+            raise ConfigError(what, field="callbacks", value=type(instance).__name__, remedy=remedy)
         if any(type(present) is type(instance) for present in self.callbacks):
             logger.warning("A %s is already among the callbacks; both will run.", type(instance).__name__)
         self.callbacks.append(instance)
@@ -336,20 +333,14 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
 
     def __init__(self, early_stopping_patience: int = 1, early_stopping_threshold: float | None = 0.0) -> None:
         if early_stopping_patience < 1:
-            raise ConfigError(
-                "The patience must be at least 1.",
-                field="early_stopping_patience",
-                value=early_stopping_patience,
-                remedy="Give a number of evaluations.",
-            )
+            what = "The patience must be at least 1."
+            remedy = "Give a number of evaluations."
+            raise ConfigError(what, field="early_stopping_patience", value=early_stopping_patience, remedy=remedy)
         # "not >=" and not "<", so that NaN is refused.
         if early_stopping_threshold is not None and not early_stopping_threshold >= 0:
-            raise ConfigError(
-                "The threshold must be at least 0.",
-                field="early_stopping_threshold",
-                value=early_stopping_threshold,
-                remedy="Give a distance in the metric's unit.",
-            )
+            what = "The threshold must be at least 0."
+            remedy = "Give a distance in the metric's unit."
+            raise ConfigError(what, field="early_stopping_threshold", value=early_stopping_threshold, remedy=remedy)
         self.early_stopping_patience = early_stopping_patience
         self.early_stopping_threshold = early_stopping_threshold or 0.0
         self.early_stopping_patience_counter = 0
@@ -379,19 +370,12 @@ class EarlyStoppingCallback(TrainerCallback, ExportableState):
                 "EarlyStoppingCallback: without load_best_model_at_end, the last model is kept, not the best."
             )
         if args.metric_for_best_model is None:
-            raise ConfigError(
-                "EarlyStoppingCallback needs a metric to watch.",
-                field="metric_for_best_model",
-                value="none",
-                remedy='Give a metric\'s name, such as "loss".',
-            )
+            what = "EarlyStoppingCallback needs a metric to watch."
+            remedy = 'Give a metric\'s name, such as "loss".'
+            raise ConfigError(what, field="metric_for_best_model", value="none", remedy=remedy)
         if args.eval_strategy == IntervalStrategy.NO:
-            raise ConfigError(
-                "EarlyStoppingCallback needs evaluations during training.",
-                field="eval_strategy",
-                value="no",
-                remedy='Give "steps" or "epoch".',
-            )
+            what = "EarlyStoppingCallback needs evaluations during training."
+            raise ConfigError(what, field="eval_strategy", value="no", remedy='Give "steps" or "epoch".')
         # A new training: the counter of an earlier `train()` of this Trainer does not count.
         if state.global_step == 0:
             self.early_stopping_patience_counter = 0

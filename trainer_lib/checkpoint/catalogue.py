@@ -49,11 +49,9 @@ def read_checkpoint_info(root: Store, name: str) -> CheckpointInfo | None:
     step = commit.meta.get("step")
     # The step stands in the file and in the folder's name, so a renamed folder is caught. type(): True is not 1.
     if type(step) is not int or step < 0 or parse_step(name) not in (step, None):
-        raise DamagedError(
-            f"The commit file is of step {step!r}, its folder is named {name!r}.",
-            field=f"{store.url}/{COMMIT}",
-            remedy="The folder was renamed or altered: restore its name, or remove it.",
-        )
+        what = f"The commit file is of step {step!r}, its folder is named {name!r}."
+        remedy = "The folder was renamed or altered: restore its name, or remove it."
+        raise DamagedError(what, field=f"{store.url}/{COMMIT}", remedy=remedy)
     return CheckpointInfo(step, name, store.url, commit)
 
 
@@ -119,11 +117,7 @@ def rotate_checkpoints(
 
 
 def list_excess(
-    root: Store,
-    *,
-    keep: int | None,
-    protect: Collection[str],
-    just_written: str | None = None,
+    root: Store, *, keep: int | None, protect: Collection[str], just_written: str | None = None
 ) -> list[CheckpointInfo]:
     """List the checkpoints beyond `keep` (None or less than 1 keeps all), oldest first.
 

@@ -92,8 +92,5 @@ def is_own_file(path: str) -> bool:
 
 def damaged_file(where: str, reason: str) -> DamagedError:
     """The error for a file at a URL that is not as it was committed; `reason` is a clause ("it is missing")."""
-    return DamagedError(
-        f"The file is damaged: {reason}.",
-        field=where,
-        remedy="Use an earlier checkpoint (a resume does by itself), or restore the file.",
-    )
+    remedy = "Use an earlier checkpoint (a resume does by itself), or restore the file."
+    return DamagedError(f"The file is damaged: {reason}.", field=where, remedy=remedy)

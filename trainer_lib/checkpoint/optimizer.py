@@ -79,12 +79,8 @@ def _describe(
         if isinstance(key, str):
             parts["shared"][key] = to_json(_name_keys(values, names), f"{prefix}shared/{key}", keep)
         elif id(key) not in names:
-            raise ConfigError(
-                "The optimizer keeps state for a tensor that is not one of its parameters, so it cannot be saved.",
-                field="optim",
-                value=type(optimizer).__name__,
-                remedy="Choose another optimizer.",
-            )
+            what = "The optimizer keeps state for a tensor that is not one of its parameters, so it cannot be saved."
+            raise ConfigError(what, field="optim", value=type(optimizer).__name__, remedy="Choose another optimizer.")
         else:
             at, keeper = f"{prefix}{names[id(key)]}", _keeper(key, tensors)
             state = {inner: to_json(value, f"{at}/{inner}", keeper) for inner, value in values.items()}
@@ -152,11 +148,9 @@ def _restore_by_name(
     by_text.update(_key_by_params(from_json(shared, find), dict(reversed(pairs))))
     for place, inner in _inner_optimizers(optimizer):
         if (saved := snapshot.scalars.get("inner", {}).get(place)) is None:
-            raise ConfigError(
-                f"The checkpoint has no state for the optimizer in {type(optimizer).__name__}.{place}.",
-                field="resume_from_checkpoint",
-                remedy="Resume with the optimizer that wrote the checkpoint, or load its weights only.",
-            )
+            what = f"The checkpoint has no state for the optimizer in {type(optimizer).__name__}.{place}."
+            remedy = "Resume with the optimizer that wrote the checkpoint, or load its weights only."
+            raise ConfigError(what, field="resume_from_checkpoint", remedy=remedy)
         _restore(inner, pairs, OptimizerSnapshot(snapshot.tensors, saved["groups"], saved["scalars"]))
 
 
@@ -233,12 +227,9 @@ def _names_by_id(optimizer: torch.optim.Optimizer, pairs: Iterable[tuple[str, Te
     for group in optimizer.param_groups:
         unnamed = sum(id(param) not in names for param in group["params"])
         if unnamed:
-            raise ConfigError(
-                f"The optimizer has {unnamed} parameters that are not parameters of the model.",
-                field="optim",
-                value=type(optimizer).__name__,
-                remedy="Build the optimizer from the model that is trained, after it is complete.",
-            )
+            what = f"The optimizer has {unnamed} parameters that are not parameters of the model."
+            remedy = "Build the optimizer from the model that is trained, after it is complete."
+            raise ConfigError(what, field="optim", value=type(optimizer).__name__, remedy=remedy)
     return names
 
 
@@ -254,11 +245,9 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], snaps
     else:
         missing, new = sorted(all_saved - all_now)[:5], sorted(all_now - all_saved)[:5]
         reason = f"only in the checkpoint: {missing or 'none'}; only in the optimizer now: {new or 'none'}"
-    raise ConfigError(
-        f"The optimizer's parameters differ from the saved ones: {reason}.",
-        field="resume_from_checkpoint",
-        remedy="Resume with the model and the optimizer that wrote the checkpoint, or load its weights only.",
-    )
+    what = f"The optimizer's parameters differ from the saved ones: {reason}."
+    remedy = "Resume with the model and the optimizer that wrote the checkpoint, or load its weights only."
+    raise ConfigError(what, field="resume_from_checkpoint", remedy=remedy)
 
 
 def _keeper(
@@ -280,17 +269,12 @@ def _keeper(
                 "inner": {name: keep(f"{key}.{name}", getattr(tensor, name)) for name in names},
             }
         if is_sharded(tensor) and is_traceable_wrapper_subclass(wrapper.to_local()):
-            raise ConfigError(
-                "The optimizer keeps quantized state of sharded parameters, which cannot be saved.",
-                field="optim",
-                remedy="Train without sharding, or choose an optimizer whose state is not quantized.",
-            )
+            what = "The optimizer keeps quantized state of sharded parameters, which cannot be saved."
+            remedy = "Train without sharding, or choose an optimizer whose state is not quantized."
+            raise ConfigError(what, field="optim", remedy=remedy)
         if param is None and is_sharded(tensor):
-            raise ConfigError(
-                f"The optimizer keeps a sharded tensor in {key!r}, outside of its state by parameter.",
-                field="optim",
-                remedy="Train without sharding, or choose another optimizer.",
-            )
+            what = f"The optimizer keeps a sharded tensor in {key!r}, outside of its state by parameter."
+            raise ConfigError(what, field="optim", remedy="Train without sharding, or choose another optimizer.")
         while key in tensors:  # two state keys that read alike, such as 1 and "1"
             key += "'"
         key = (known or {}).get(_memory(tensor), key)
@@ -322,11 +306,8 @@ def _finder(
             made: Tensor = _wrapper_class(reference["class"]).__tensor_unflatten__(parts, attributes, shape, strides)
             return made
         if key not in tensors:
-            raise DamagedError(
-                f"The optimizer's tensor {key!r} is not in the checkpoint.",
-                field="optimizer.json",
-                remedy="Use an earlier checkpoint.",
-            )
+            what = f"The optimizer's tensor {key!r} is not in the checkpoint."
+            raise DamagedError(what, field="optimizer.json", remedy="Use an earlier checkpoint.")
         if param is not None and is_sharded(param) and read_spec(tensors, key)[1] == tuple(param.shape):
             return load_like(param, tensors, key)  # this rank's part of the state, as it holds it of the parameter
         tensor, order = tensors[key], reference.get("order")
@@ -344,11 +325,9 @@ def _wrapper_class(name: str) -> Any:
     found = getattr(sys.modules.get(module), attribute, None)
     known = module.partition(".")[0] in ("torch", "torchao")
     if not known or not isinstance(found, type) or not issubclass(found, Tensor):
-        raise DamagedError(
-            f"The optimizer's tensors are of a class {name!r} that is not known here.",
-            field="optimizer.json",
-            remedy="Resume with the optimizer that wrote the checkpoint, and the version of its package.",
-        )
+        what = f"The optimizer's tensors are of a class {name!r} that is not known here."
+        remedy = "Resume with the optimizer that wrote the checkpoint, and the version of its package."
+        raise DamagedError(what, field="optimizer.json", remedy=remedy)
     return found
 
 

@@ -154,12 +154,9 @@ class Checkpoint:
         """Read the random states of a rank. Raises ConfigError if there was no such rank, and DamagedError."""
         state = self._read_json(layout.rng_file(rank))
         if state is None:
-            raise ConfigError(
-                f"The checkpoint has no random state of rank {rank}.",
-                field="resume_from_checkpoint",
-                value=self.url,
-                remedy=f"It was saved by {self.world_size} ranks; give further ranks a new seed.",
-            )
+            what = f"The checkpoint has no random state of rank {rank}."
+            remedy = f"It was saved by {self.world_size} ranks; give further ranks a new seed."
+            raise ConfigError(what, field="resume_from_checkpoint", value=self.url, remedy=remedy)
         return state
 
     def read_file(self, name: str) -> bytes:
@@ -235,12 +232,8 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
     if info is None:
         known = recognise_folder(store)
         instead = f", but {known.what}" if known else "" if store.children() else ": it is empty or does not exist"
-        raise ConfigError(
-            f"{_NOT_COMMITTED}{instead}.",
-            field="resume_from_checkpoint",
-            value=store.url,
-            remedy=known.remedy if known else _HOW_TO_LIST,
-        )
+        remedy = known.remedy if known else _HOW_TO_LIST
+        raise ConfigError(f"{_NOT_COMMITTED}{instead}.", field="resume_from_checkpoint", value=store.url, remedy=remedy)
     problems = verify_files(store, info.commit, digests=False)  # also finds links and special files
     if problems:
         file, _, reason = problems[0].rpartition(": ")

@@ -52,11 +52,8 @@ def restore_rng(state: dict[str, Any]) -> None:
         if "xla" in state and xla.is_used():
             xla.set_random_state(number)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise DamagedError(
-            f"A saved random state cannot be used: {error}.",
-            field="rng",
-            remedy="Use an earlier checkpoint; the state may come from another version of Python, NumPy or torch.",
-        ) from error
+        remedy = "Use an earlier checkpoint; the state may come from another version of Python, NumPy or torch."
+        raise DamagedError(f"A saved random state cannot be used: {error}.", field="rng", remedy=remedy) from error
 
 
 def _python_state(saved: Any) -> tuple[Any, ...]:

@@ -161,11 +161,9 @@ def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         boxes = [Box(tuple(offset), tuple(shape)) for _, offset, shape, _, _ in tensor["blocks"]]
         if problem := find_gap(tensor["shape"], boxes):
-            raise InfrastructureError(
-                f"The processes did not write the tensor {name!r} once: {problem}.",
-                field="model",
-                remedy="Build the same model with the same layout on every process.",
-            )
+            what = f"The processes did not write the tensor {name!r} once: {problem}."
+            remedy = "Build the same model with the same layout on every process."
+            raise InfrastructureError(what, field="model", remedy=remedy)
     _compare_copies(tensors, shards)
     return {"tensors": tensors, "tied": shards[0]["tied"]}
 

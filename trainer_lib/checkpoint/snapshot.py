@@ -172,11 +172,8 @@ class HostCopy:
         if self._block is None or self._block.numel() < size:
             self._grow(size)
         if self._block is None:
-            raise OutOfMemoryError(
-                f"The host has no {size:,} bytes free for the copy that a background save writes from.",
-                field="save_async",
-                remedy="Give it more memory, or set save_async=False.",
-            )
+            what = f"The host has no {size:,} bytes free for the copy that a background save writes from."
+            raise OutOfMemoryError(what, field="save_async", remedy="Give it more memory, or set save_async=False.")
         return self._block
 
     def _grow(self, size: int) -> None:

@@ -90,11 +90,8 @@ def write_header(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # so that the first tensor starts at a multiple of 8 bytes
     if len(text) > _HEADER_LIMIT:
-        raise ConfigError(
-            f"One file cannot list {len(order):,} tensors.",
-            field="checkpoint",
-            remedy="Join small tensors into larger ones.",
-        )
+        remedy = "Join small tensors into larger ones."
+        raise ConfigError(f"One file cannot list {len(order):,} tensors.", field="checkpoint", remedy=remedy)
     writer.write(len(text).to_bytes(8, "little") + text)
     positions = {name: 8 + len(text) + int(header[name]["data_offsets"][0]) for name in order}
     return positions | {alias: positions[name] for alias, name in aliases.items()}
@@ -221,11 +218,8 @@ def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
     first: dict[tuple[Any, ...], str] = {}
     for name, tensor in tensors.items():
         if tensor.is_meta or tensor.layout is not torch.strided:
-            raise ConfigError(
-                f"Tensor {name!r} has no plain values ({'meta' if tensor.is_meta else tensor.layout}).",
-                field="checkpoint",
-                remedy="Materialize it before saving.",
-            )
+            what = f"Tensor {name!r} has no plain values ({'meta' if tensor.is_meta else tensor.layout})."
+            raise ConfigError(what, field="checkpoint", remedy="Materialize it before saving.")
         view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
         memory = (tensor.device, memory_address(tensor), *view)
         if tensor.numel() and memory in first:
@@ -241,11 +235,9 @@ def dtype_name(name: str, dtype: torch.dtype) -> str:
     try:
         return _NAMES[dtype]
     except KeyError:
-        raise ConfigError(
-            f"Tensor {name!r} has the dtype {dtype}, which safetensors lacks.",
-            field="checkpoint",
-            remedy="Keep it in another dtype, or as a non-persistent buffer.",
-        ) from None
+        what = f"Tensor {name!r} has the dtype {dtype}, which safetensors lacks."
+        remedy = "Keep it in another dtype, or as a non-persistent buffer."
+        raise ConfigError(what, field="checkpoint", remedy=remedy) from None
 
 
 def view_bytes(tensor: Tensor) -> memoryview:

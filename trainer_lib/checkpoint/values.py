@@ -51,11 +51,9 @@ def to_json(value: Any, key: str, keep: Callable[[str, Tensor], dict[str, Any]] 
         # A dict that happens to use one of our marks as a key is written as pairs, so that reading stays unambiguous.
         is_plain = all(isinstance(inner, str) and inner not in _MARKS for inner in value)
         return dict(pairs) if is_plain else {"__dict__": [list(pair) for pair in pairs]}
-    raise ConfigError(
-        f"{key!r} holds a {type(value).__name__}, which cannot be saved without pickle.",
-        field="checkpoint",
-        remedy="Keep numbers, texts, lists, dicts and (in an optimizer) tensors in it.",
-    )
+    what = f"{key!r} holds a {type(value).__name__}, which cannot be saved without pickle."
+    remedy = "Keep numbers, texts, lists, dicts and (in an optimizer) tensors in it."
+    raise ConfigError(what, field="checkpoint", remedy=remedy)
 
 
 def from_json(value: Any, find: Callable[[dict[str, Any]], Tensor] | None = None) -> Any:
@@ -73,11 +71,9 @@ def render_json(name: str, value: object, *, indent: int | None = None) -> str:
         require_shallow(value)
         return text
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"This part of the state cannot be written as JSON: {error}.",
-            field=name,
-            remedy="Keep plain numbers, texts, lists and dicts in the state (of a callback, a dataset, the arguments).",
-        ) from error
+        what = f"This part of the state cannot be written as JSON: {error}."
+        remedy = "Keep plain numbers, texts, lists and dicts in the state (of a callback, a dataset, the arguments)."
+        raise ConfigError(what, field=name, remedy=remedy) from error
 
 
 def _decode(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:

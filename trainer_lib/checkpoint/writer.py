@@ -110,12 +110,8 @@ def _upload(store: Store, folder: Path) -> list[FileEntry]:
 def _refuse_links(store: Store) -> None:
     """Before the save's own files: one of them, written under a link's name, would replace what the link leads to."""
     for name in store.links():
-        raise ConfigError(
-            "A file or folder that save_model wrote into the checkpoint is a symbolic link.",
-            field="save_model",
-            value=name,
-            remedy="Copy what it leads to.",
-        )
+        what = "A file or folder that save_model wrote into the checkpoint is a symbolic link."
+        raise ConfigError(what, field="save_model", value=name, remedy="Copy what it leads to.")
 
 
 def _merge(entries: list[FileEntry]) -> dict[str, FileEntry]:
@@ -123,24 +119,17 @@ def _merge(entries: list[FileEntry]) -> dict[str, FileEntry]:
     merged: dict[str, FileEntry] = {}
     for entry in entries:
         if merged.setdefault(entry.path, entry) != entry:
-            raise ConfigError(
-                "Two machines wrote different bytes under one name into the checkpoint.",
-                field="save_model",
-                value=entry.path,
-                remedy="Write the file on the main process only, or put the rank into its name.",
-            )
+            what = "Two machines wrote different bytes under one name into the checkpoint."
+            remedy = "Write the file on the main process only, or put the rank into its name."
+            raise ConfigError(what, field="save_model", value=entry.path, remedy=remedy)
     return merged
 
 
 def _checked(name: str) -> str:
     problem = "is the commit's own" if name == COMMIT else relative_problem(name)
     if problem:
-        raise ConfigError(
-            f"The name of a file that save_model wrote into the checkpoint {problem}.",
-            field="save_model",
-            value=name,
-            remedy="Choose another name.",
-        )
+        what = f"The name of a file that save_model wrote into the checkpoint {problem}."
+        raise ConfigError(what, field="save_model", value=name, remedy="Choose another name.")
     return name
 
 
@@ -229,11 +218,8 @@ class _Save:
         _check_space(self.root, self.store, estimate_bytes(self.snapshot, self.comm.world_size), self.keep)
         other = claim_folder(self.store, self.claim, self._is_in_use)
         if other is not None:
-            raise StorageError(
-                f"The checkpoint is being written by {other}.",
-                field=self.store.url,
-                remedy="Wait for it, end it, or give each run its own output_dir.",
-            )
+            remedy = "Wait for it, end it, or give each run its own output_dir."
+            raise StorageError(f"The checkpoint is being written by {other}.", field=self.store.url, remedy=remedy)
         # A commit of the same step is withdrawn first: the folder counts as unfinished while it is rewritten.
         self.store.delete(COMMIT)
         _delete_files(self.store)
@@ -296,11 +282,8 @@ def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> No
             f" save_total_limit={keep} frees {size:,} bytes, but only after the new checkpoint is committed: the disk"
             f" must hold {keep + 1} checkpoints for a moment."
         )
-    raise StorageFullError(
-        f"A checkpoint needs {needed:,} bytes, {free:,} are free.",
-        field=store.url,
-        remedy=f"{remedy} Earlier checkpoints are intact.",
-    )
+    what = f"A checkpoint needs {needed:,} bytes, {free:,} are free."
+    raise StorageFullError(what, field=store.url, remedy=f"{remedy} Earlier checkpoints are intact.")
 
 
 def _delete_files(store: Store) -> None:
@@ -316,11 +299,8 @@ def _commit(store: Store, files: list[FileEntry], meta: dict[str, Any], claim: H
     def ensure_ours() -> None:
         # Right before COMMIT.json is written: another process may have waited longer than we took.
         if not holds_claim(store, claim):
-            raise LeaseLostError(
-                "Another process has taken this checkpoint's folder over while this one was writing it.",
-                field=store.url,
-                remedy="Give each run its own output_dir.",
-            )
+            what = "Another process has taken this checkpoint's folder over while this one was writing it."
+            raise LeaseLostError(what, field=store.url, remedy="Give each run its own output_dir.")
 
     commit = write_commit(store, layout.KIND, files, meta, guard=ensure_ours)
     with contextlib.suppress(StorageError):  # the checkpoint is complete; a claim that stays does no harm

@@ -63,8 +63,5 @@ def lost_peer_error(error: BaseException, *, rank: int) -> InfrastructureError |
     """Return the typed failure when a collective raised `error` because another rank is gone; None otherwise."""
     if isinstance(error, TrainflowError) or not is_lost_peer(error):
         return None
-    return InfrastructureError(
-        f"Another process of this job ended or stopped answering: {first_line(error)}",
-        rank=rank,
-        remedy="Look at the failure of the process that ended first.",
-    )
+    what = f"Another process of this job ended or stopped answering: {first_line(error)}"
+    return InfrastructureError(what, rank=rank, remedy="Look at the failure of the process that ended first.")

@@ -392,11 +392,9 @@ def init(args: TrainingArguments) -> Communicator:
         message = f"The process group cannot be formed: {error}"
         raise ConfigError(message, field="MASTER_ADDR", remedy="Start through torchrun.") from error
     except (RuntimeError, dist.DistError) as error:
-        raise InfrastructureError(
-            f"The {ranks.world_size} processes did not find each other: {error}",
-            rank=ranks.rank,
-            remedy="Check that all were started and that MASTER_ADDR and MASTER_PORT can be reached.",
-        ) from error
+        what = f"The {ranks.world_size} processes did not find each other: {error}"
+        remedy = "Check that all were started and that MASTER_ADDR and MASTER_PORT can be reached."
+        raise InfrastructureError(what, rank=ranks.rank, remedy=remedy) from error
     _current, _owned = ProcessGroup(ranks), True
     _prepare_to_leave()
     return _current
@@ -544,12 +542,9 @@ def choose_device(*, use_cpu: bool) -> torch.device:
         if count == 1 and ranks.source not in ("RANK", environment.ALONE.source):
             return torch.device("cuda", 0)
         if ranks.local_rank >= count:
-            raise ConfigError(
-                f"There are only {count} GPUs on this machine.",
-                field="LOCAL_RANK",
-                value=ranks.local_rank,
-                remedy=f"Start at most {count} processes here, or set use_cpu=True.",
-            )
+            what = f"There are only {count} GPUs on this machine."
+            remedy = f"Start at most {count} processes here, or set use_cpu=True."
+            raise ConfigError(what, field="LOCAL_RANK", value=ranks.local_rank, remedy=remedy)
         return torch.device("cuda", ranks.local_rank)
     # torch_xla needs this variable, so where it is set the user means that device.
     if "PJRT_DEVICE" in os.environ and importlib.util.find_spec("torch_xla") is not None:
@@ -565,12 +560,8 @@ def choose_device(*, use_cpu: bool) -> torch.device:
 
 def _refuse_several(name: str, world_size: int) -> None:
     if world_size > 1:
-        raise ConfigError(
-            f"{name} serves one process only.",
-            field="WORLD_SIZE",
-            value=world_size,
-            remedy="Start one process, or set use_cpu=True.",
-        )
+        remedy = "Start one process, or set use_cpu=True."
+        raise ConfigError(f"{name} serves one process only.", field="WORLD_SIZE", value=world_size, remedy=remedy)
 
 
 def mention_idle_gpus(device: torch.device, world_size: int) -> None:

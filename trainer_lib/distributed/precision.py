@@ -75,12 +75,8 @@ def create_precision(args: TrainingArguments, device: torch.device) -> Precision
         return Precision("bf16", torch.bfloat16, device)
     if args.fp16:
         if device.type == "mps":
-            raise ConfigError(
-                "Training in float16 is not supported on MPS.",
-                field="fp16",
-                value=True,
-                remedy="Use bf16=True, or neither.",
-            )
+            remedy = "Use bf16=True, or neither."
+            raise ConfigError("Training in float16 is not supported on MPS.", field="fp16", value=True, remedy=remedy)
         return Precision("fp16", torch.float16, device)
     return Precision("fp32", None, device)
 
@@ -142,12 +138,9 @@ def _torchao_float8(args: TrainingArguments) -> Any:
     try:
         return importlib.import_module("torchao.float8")
     except ImportError as error:
-        raise MissingExtraError(
-            f"The package torchao is needed ({error}).",
-            field="fp8",
-            value=args.fp8,
-            remedy='Install it: pip install "torchao>=0.11".',
-        ) from error
+        what = f"The package torchao is needed ({error})."
+        remedy = 'Install it: pip install "torchao>=0.11".'
+        raise MissingExtraError(what, field="fp8", value=args.fp8, remedy=remedy) from error
 
 
 def _float8_layers(model: nn.Module) -> list[str]:

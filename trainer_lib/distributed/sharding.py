@@ -158,12 +158,9 @@ def local_part(tensor: Tensor, *, rank: int) -> LocalPart:
 
 
 def _unknown_division(tensor: DTensor) -> ConfigError:
-    return ConfigError(
-        "A tensor is divided over the processes in a way that is not known here.",
-        field="model",
-        value=f"{tuple(tensor.shape)} as {tensor.placements}",
-        remedy="Shard or replicate it in each dimension of the mesh.",
-    )
+    what = "A tensor is divided over the processes in a way that is not known here."
+    remedy = "Shard or replicate it in each dimension of the mesh."
+    return ConfigError(what, field="model", value=f"{tuple(tensor.shape)} as {tensor.placements}", remedy=remedy)
 
 
 def _share(ranges: Sequence[Range], parts: int, index: int, pieces: int) -> tuple[Range, ...]:

@@ -76,12 +76,7 @@ class EvaluationLoop:
     """
 
     def __init__(
-        self,
-        hooks: Evaluator,
-        *,
-        loss_only: bool,
-        ignore_keys: list[str] | None,
-        keeps_predictions: bool = False,
+        self, hooks: Evaluator, *, loss_only: bool, ignore_keys: list[str] | None, keeps_predictions: bool = False
     ) -> None:
         self._hooks = hooks
         self._comm = hooks.internals.comm
@@ -255,12 +250,8 @@ def stream_predictions(
         ConfigError: the dataset has no length, or the model's forward needs the other ranks.
     """
     if not has_length(dataset):
-        raise ConfigError(
-            "A dataset without a length cannot be predicted by ranges.",
-            field="dataset",
-            value=type(dataset).__name__,
-            remedy="Give map-style data.",
-        )
+        what = "A dataset without a length cannot be predicted by ranges."
+        raise ConfigError(what, field="dataset", value=type(dataset).__name__, remedy="Give map-style data.")
     # Alone: the ranks have different numbers of rows, so they must not wait for each other.
     evaluator = trainer._trainflow.evaluator
     model = evaluator.evaluation_model(alone=True)

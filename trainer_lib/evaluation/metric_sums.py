@@ -79,8 +79,5 @@ def _add(name: str, one: Any, other: Any) -> Any:
 
 
 def _refuse(what: str) -> ConfigError:
-    return ConfigError(
-        f"The function metric_sums() {what}.",
-        field="metric_sums",
-        remedy='Return for example {"correct": 12, "rows": 25}: what can be added up over ranges of rows.',
-    )
+    remedy = 'Return for example {"correct": 12, "rows": 25}: what can be added up over ranges of rows.'
+    return ConfigError(f"The function metric_sums() {what}.", field="metric_sums", remedy=remedy)

@@ -113,12 +113,9 @@ def compute_on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any
 def parse_metrics(metrics: Any) -> dict[str, float]:
     """Metrics as plain numbers, also of arrays and tensors of one element ``[]`` or ``[1]``. Raises ConfigError."""
     if not isinstance(metrics, Mapping):
-        raise ConfigError(
-            "The function did not return a mapping of names to numbers.",
-            field="compute_metrics",
-            value=type(metrics).__name__,
-            remedy='Return for example {"accuracy": 0.9}.',
-        )
+        what = "The function did not return a mapping of names to numbers."
+        remedy = 'Return for example {"accuracy": 0.9}.'
+        raise ConfigError(what, field="compute_metrics", value=type(metrics).__name__, remedy=remedy)
     return {str(name): _parse_number(str(name), value) for name, value in metrics.items()}
 
 

@@ -358,12 +358,8 @@ def find_slices(column: str, values: Iterable[Any], *, split: str | None = None)
         places.setdefault(re.sub(r"[^\w .:-]", "_", str(value)), []).append(row)
         if len(places) > MAX_SLICES:
             whose = "" if split is None else f" of the split '{split}'"
-            raise ConfigError(
-                f"The column{whose} has more than {MAX_SLICES} different values, the most that slices can have.",
-                field=SLICES,
-                value=column,
-                remedy="Name a column of few values.",
-            )
+            what = f"The column{whose} has more than {MAX_SLICES} different values, the most that slices can have."
+            raise ConfigError(what, field=SLICES, value=column, remedy="Name a column of few values.")
     return places
 
 

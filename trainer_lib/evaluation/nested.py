@@ -47,12 +47,9 @@ def _to_array(leaf: Any) -> Array:
     array = np.asarray(leaf)
     # The bytes of such an array are pointers.
     if array.dtype == object:
-        raise ConfigError(
-            "The model returned a value that is not a tensor.",
-            field="model",
-            value=type(leaf).__name__,
-            remedy="Return tensors, or name the key in ignore_keys.",
-        )
+        what = "The model returned a value that is not a tensor."
+        remedy = "Return tensors, or name the key in ignore_keys."
+        raise ConfigError(what, field="model", value=type(leaf).__name__, remedy=remedy)
     return array
 
 
@@ -91,12 +88,9 @@ def describe_form(tree: Any, arrays: list[Any]) -> Any:
         return {"dict": [[str(name), describe_form(part, arrays)] for name, part in tree.items()]}
     if isinstance(tree, SEQUENCES):
         return {"list" if isinstance(tree, list) else "tuple": [describe_form(part, arrays) for part in tree]}
-    raise ConfigError(
-        "The model returned a value that cannot be gathered.",
-        field="eval_use_gather_object",
-        value=type(tree).__name__,
-        remedy="Return tensors, texts, numbers, and lists or mappings of them, or name the key in ignore_keys.",
-    )
+    what = "The model returned a value that cannot be gathered."
+    remedy = "Return tensors, texts, numbers, and lists or mappings of them, or name the key in ignore_keys."
+    raise ConfigError(what, field="eval_use_gather_object", value=type(tree).__name__, remedy=remedy)
 
 
 def rebuild(form: Any, arrays: list[Any]) -> Any:

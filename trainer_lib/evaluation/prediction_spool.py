@@ -61,12 +61,9 @@ class _Column:
         widths = {shape[1:] for _, shape in self._segments}
         dtype = np.result_type(*{dtype for dtype, _ in self._segments})
         if len({len(width) for width in widths}) > 1:
-            raise DataError(
-                "Batches of predictions differ in their number of dimensions.",
-                field="predictions",
-                value=sorted(widths),
-                remedy="Return tensors of one rank, or use preprocess_logits_for_metrics.",
-            )
+            what = "Batches of predictions differ in their number of dimensions."
+            remedy = "Return tensors of one rank, or use preprocess_logits_for_metrics."
+            raise DataError(what, field="predictions", value=sorted(widths), remedy=remedy)
         if len(widths) == 1 and all(dtype == kind for kind, _ in self._segments):
             # Equal shapes: the file's bytes are the array already.
             return self._map(dtype, 0, (sum(shape[0] for _, shape in self._segments), *next(iter(widths))))
@@ -111,12 +108,9 @@ def full_disk_named(folder: Path | None, needed: int) -> Iterator[None]:
         if not is_full_disk(error):
             raise
         place = folder or Path(tempfile.gettempdir())
-        raise StorageFullError(
-            f"The predictions need {needed:,} more bytes, and {shutil.disk_usage(place).free:,} are free.",
-            field="output_dir",
-            value=str(place),
-            remedy="Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics.",
-        ) from error
+        what = f"The predictions need {needed:,} more bytes, and {shutil.disk_usage(place).free:,} are free."
+        remedy = "Free space, set TMPDIR, or use preprocess_logits_for_metrics or batch_eval_metrics."
+        raise StorageFullError(what, field="output_dir", value=str(place), remedy=remedy) from error
 
 
 class PredictionSpool:
@@ -136,12 +130,8 @@ class PredictionSpool:
             self._form = form
             self._columns = [_Column(self._folder) for _ in arrays]
         elif form != self._form:
-            raise DataError(
-                "Batches differ in what the model returns.",
-                field="predictions",
-                value=form,
-                remedy="Return the same structure, or set eval_use_gather_object=True to keep lists and texts.",
-            )
+            remedy = "Return the same structure, or set eval_use_gather_object=True to keep lists and texts."
+            raise DataError("Batches differ in what the model returns.", field="predictions", value=form, remedy=remedy)
         for column, leaf in zip(self._columns, arrays, strict=True):
             column.append(leaf)
         self.num_batches += 1

@@ -24,10 +24,7 @@ _QUARTERS = (0, 0.25, 0.5, 0.75, 1)
 
 
 def find_weak_groups(
-    predictions: Any,
-    labels: Any,
-    columns: Mapping[str, Callable[[np.ndarray], Iterable[Any]]],
-    classes: Any = None,
+    predictions: Any, labels: Any, columns: Mapping[str, Callable[[np.ndarray], Iterable[Any]]], classes: Any = None
 ) -> dict[str, Any] | None:
     """The subgroups that are worse than the other rows, the most certain ones first; None where rows have no error.
 

@@ -148,11 +148,9 @@ class Lease:
         if newest == 0:
             raise gone(self._folder.url.removesuffix("/lease"))
         other = _read_holder(self._folder, newest) if newest != self.epoch else None
-        raise LeaseLostError(
-            f"Another process has taken this folder over ({other or 'unknown'}), so our work on it is not committed.",
-            field=self._folder.url,
-            remedy="Nothing is lost: the other process finishes the work. Run the command again to get its result.",
-        )
+        what = f"Another process has taken this folder over ({other or 'unknown'}), so our work on it is not committed."
+        remedy = "Nothing is lost: the other process finishes the work. Run the command again to get its result."
+        raise LeaseLostError(what, field=self._folder.url, remedy=remedy)
 
     def release(self) -> None:
         """Stop the beat and let other processes in; never raises, because it runs while an error propagates."""

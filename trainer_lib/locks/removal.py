@@ -139,11 +139,9 @@ def await_removal(folder: Store) -> bool:
             folder.delete(REMOVING)  # its process died over it, or is on another machine and silent
             break
         if waited_s > _LIVING_S:
-            raise StorageError(
-                f"The folder has been under removal for more than {_LIVING_S:.0f} s ({holder}).",
-                field=f"{folder.url}/{REMOVING}",
-                remedy="Wait for that process, or end it. If it removes nothing, delete this file.",
-            )
+            what = f"The folder has been under removal for more than {_LIVING_S:.0f} s ({holder})."
+            remedy = "Wait for that process, or end it. If it removes nothing, delete this file."
+            raise StorageError(what, field=f"{folder.url}/{REMOVING}", remedy=remedy)
         time.sleep(_LOOK_S)
     return has_waited
 

@@ -115,12 +115,9 @@ def _load_class() -> Any:
     try:
         from transformers.optimization import GreedyLR as Theirs
     except ImportError as error:
-        raise MissingExtraError(
-            f"This schedule needs the GreedyLR of transformers ({error}).",
-            field="lr_scheduler_type",
-            value="greedy",
-            remedy='Install or upgrade it: pip install -U "trainflow[transformers]".',
-        ) from None
+        what = f"This schedule needs the GreedyLR of transformers ({error})."
+        remedy = 'Install or upgrade it: pip install -U "trainflow[transformers]".'
+        raise MissingExtraError(what, field="lr_scheduler_type", value="greedy", remedy=remedy) from None
     return Theirs
 
 

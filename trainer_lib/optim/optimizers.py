@@ -257,22 +257,17 @@ def build_optimizer(
     cls, given = cls_and_kwargs or create_optimizer_cls_and_kwargs(args, model)
     kwargs = dict(given)
     if isinstance(kwargs.get("optimizer_dict"), Mapping):
-        raise ConfigError(
-            "One optimizer per parameter is not supported.",
-            field="optimizer_cls_and_kwargs",
-            remedy="Give one optimizer; a list of parameter groups under `optimizer_dict` is taken.",
-        )
+        what = "One optimizer per parameter is not supported."
+        remedy = "Give one optimizer; a list of parameter groups under `optimizer_dict` is taken."
+        raise ConfigError(what, field="optimizer_cls_and_kwargs", remedy=remedy)
     names = get_decay_parameter_names(model) if decay_names is None else decay_names
     # A low-rank optimizer has made its own groups; overrides name theirs as the reference does.
     own = kwargs.pop("params", None) or kwargs.pop("optimizer_dict", None)
     groups = own or parameter_groups(model, args.weight_decay, names)
     if not groups:
-        raise ConfigError(
-            "The model has no trainable parameters.",
-            field="model",
-            value=type(model).__name__,
-            remedy="Set requires_grad on the parameters to train.",
-        )
+        what = "The model has no trainable parameters."
+        remedy = "Set requires_grad on the parameters to train."
+        raise ConfigError(what, field="model", value=type(model).__name__, remedy=remedy)
     if "model" in kwargs:  # LOMO's optimizers take the whole model
         return cls(**kwargs)
     return cls(groups, **kwargs)
@@ -349,9 +344,6 @@ def _check_settings(name: OptimizerNames, cls: Any, settings: Mapping[str, Any])
     options = [parameter for parameter in parameters if parameter not in ("self", "params", "lr", "for_adamw")]
     for setting in settings:
         if setting not in options:
-            raise ConfigError(
-                f"The optimizer {name} has no such setting.",
-                field=f"optim_args.{setting}",
-                value=settings[setting],
-                remedy=suggestion(setting, options) if options else "It has none: remove it.",
-            )
+            what = f"The optimizer {name} has no such setting."
+            remedy = suggestion(setting, options) if options else "It has none: remove it."
+            raise ConfigError(what, field=f"optim_args.{setting}", value=settings[setting], remedy=remedy)

@@ -85,12 +85,9 @@ def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any
     try:
         return getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError) as error:
-        raise MissingExtraError(
-            f"This optimizer needs the package {package} ({error}).",
-            field="optim",
-            value=request.name.value,
-            remedy=f'Install it: pip install "{package}".',
-        ) from None
+        what = f"This optimizer needs the package {package} ({error})."
+        remedy = f'Install it: pip install "{package}".'
+        raise MissingExtraError(what, field="optim", value=request.name.value, remedy=remedy) from None
 
 
 def _bitsandbytes(request: OptimizerRequest) -> Served:
@@ -157,12 +154,9 @@ def _schedule_free(request: OptimizerRequest) -> Served:
     if warmup:
         # The number of training steps is not known here, so a share of it cannot be resolved.
         if 0 < args.warmup_steps < 1:
-            raise ConfigError(
-                f"The optimizer {request.name} warms up by itself and needs a number of steps.",
-                field="warmup_steps",
-                value=args.warmup_steps,
-                remedy="Give a number of steps instead of a share.",
-            )
+            what = f"The optimizer {request.name} warms up by itself and needs a number of steps."
+            remedy = "Give a number of steps instead of a share."
+            raise ConfigError(what, field="warmup_steps", value=args.warmup_steps, remedy=remedy)
         kwargs["warmup_steps"] = int(args.warmup_steps)
     return Served(cls, kwargs)
 
@@ -211,12 +205,9 @@ def _check_bfloat16(request: OptimizerRequest) -> None:
     """Raise ConfigError for a trained parameter in another format: its state would be as large as ever."""
     for name, parameter in [] if request.model is None else request.model.named_parameters():
         if parameter.requires_grad and parameter.dtype is not torch.bfloat16:
-            raise ConfigError(
-                f"This rounds weights in bfloat16, and {name} is {parameter.dtype}.",
-                field="optim",
-                value=request.name.value,
-                remedy="Load the model in bfloat16 (model.dtype: bfloat16 in a spec), or give adamw_torch.",
-            )
+            what = f"This rounds weights in bfloat16, and {name} is {parameter.dtype}."
+            remedy = "Load the model in bfloat16 (model.dtype: bfloat16 in a spec), or give adamw_torch."
+            raise ConfigError(what, field="optim", value=request.name.value, remedy=remedy)
 
 
 def _round_alike(cls: Any, seed: int) -> Any:
@@ -263,12 +254,9 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
     """Return a group of the target modules' weights, projected with the settings `own`, and one of everything else."""
     model, targets = _model(request), request.args.optim_target_modules
     if not targets:
-        raise ConfigError(
-            f"The optimizer {request.name} needs to know the modules whose gradients it projects.",
-            field="optim_target_modules",
-            value="none",
-            remedy='Give names of modules, a pattern, or "all-linear".',
-        )
+        what = f"The optimizer {request.name} needs to know the modules whose gradients it projects."
+        remedy = 'Give names of modules, a pattern, or "all-linear".'
+        raise ConfigError(what, field="optim_target_modules", value="none", remedy=remedy)
     # Weights of linear layers only: a projection needs a matrix.
     weights = {
         f"{name}.weight"
@@ -276,12 +264,9 @@ def _low_rank_groups(request: OptimizerRequest, own: Mapping[str, Any]) -> list[
         if isinstance(module, nn.Linear) and matches(targets, name)
     }
     if not weights:
-        raise ConfigError(
-            "The names match no linear layer of the model.",
-            field="optim_target_modules",
-            value=str(targets),
-            remedy='Give names of modules, a pattern, or "all-linear".',
-        )
+        what = "The names match no linear layer of the model."
+        remedy = 'Give names of modules, a pattern, or "all-linear".'
+        raise ConfigError(what, field="optim_target_modules", value=str(targets), remedy=remedy)
     parameters = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
     rest = {"params": [param for name, param in parameters if name not in weights]}
     projected = {"params": [param for name, param in parameters if name in weights], **own}

@@ -340,12 +340,8 @@ def vanished_source(error: TrainflowError, shown: str) -> DataError | None:
     while cause is not None:  # a reader of another package may wrap it
         # By the number as well: a store's client may raise a class of its own.
         if isinstance(cause, FileNotFoundError) or (isinstance(cause, OSError) and cause.errno == errno.ENOENT):
-            return DataError(
-                f"A file does not exist that prepare_shard() reads for this source ({first_line(cause)}).",
-                field="prepare_shard",
-                value=shown,
-                remedy="Restore it, or leave the source out of the list, and run the command again.",
-                details=error.details,
-            )
+            what = f"A file does not exist that prepare_shard() reads for this source ({first_line(cause)})."
+            remedy = "Restore it, or leave the source out of the list, and run the command again."
+            return DataError(what, field="prepare_shard", value=shown, remedy=remedy, details=error.details)
         cause = cause.__cause__
     return None

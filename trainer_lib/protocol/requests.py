@@ -556,11 +556,8 @@ def read_request(record: object) -> Request[Any]:
     """A request from plain JSON data. Raises ConfigError for another format, verb, or type of a field."""
     # The format first: fields of another format would be refused for the wrong reason.
     if not isinstance(record, Mapping) or record.get("format") != FORMAT:
-        raise ConfigError(
-            f"This is not a request of format {FORMAT}.",
-            field="request.json",
-            remedy="Use the same version of trainflow for the command and its workers.",
-        )
+        remedy = "Use the same version of trainflow for the command and its workers."
+        raise ConfigError(f"This is not a request of format {FORMAT}.", field="request.json", remedy=remedy)
     verb = record.get("verb")
     kind = Request.by_verb.get(str(verb))
     if kind is None:

@@ -199,11 +199,8 @@ def _put(store: Store, data: bytes) -> None:
         return
     # A put that failed is reported as such (below), whatever the store shows now.
     if not created and failure is None and seen is not None:
-        raise LeaseLostError(
-            "Another process has committed this folder.",
-            field=f"{store.url}/{COMMIT}",
-            remedy="Run the command again: the other process's result is used if it is intact.",
-        )
+        remedy = "Run the command again: the other process's result is used if it is intact."
+        raise LeaseLostError("Another process has committed this folder.", field=f"{store.url}/{COMMIT}", remedy=remedy)
     if seen is not None and data.startswith(seen):  # torn: ours, but not whole
         with contextlib.suppress(StorageError):
             store.delete(COMMIT)
@@ -217,11 +214,9 @@ def _put(store: Store, data: bytes) -> None:
 def _check_arrived(store: Store, commit: Commit) -> None:
     problems = verify_files(store, commit, digests=False)
     if problems:
-        raise StorageError(
-            f"Files that were written are missing or cut short: {'; '.join(problems[:5])}.",
-            field=store.url,
-            remedy="Nothing was committed. If several machines take part, they must share the storage.",
-        )
+        what = f"Files that were written are missing or cut short: {'; '.join(problems[:5])}."
+        remedy = "Nothing was committed. If several machines take part, they must share the storage."
+        raise StorageError(what, field=store.url, remedy=remedy)
 
 
 def _check_own(commit: Commit, data: bytes) -> None:
@@ -253,11 +248,8 @@ def _parse(store: Store, data: bytes) -> Commit:
         record = parse_json(data)
         problem = _record_problem(record)
         if problem is not None and _is_sealed(record) and record["format"] > FORMAT:
-            raise NewerVersionError(
-                f"The commit file {problem}.",
-                field=f"{store.url}/{COMMIT}",
-                remedy="Update trainflow on this machine, or choose another storage. Nothing was changed there.",
-            )
+            remedy = "Update trainflow on this machine, or choose another storage. Nothing was changed there."
+            raise NewerVersionError(f"The commit file {problem}.", field=f"{store.url}/{COMMIT}", remedy=remedy)
         if problem is None:
             entries = tuple(FileEntry(**entry) for entry in record["files"])
             texts = (record[name] for name in ("created", "content_digest", "id"))
@@ -318,8 +310,5 @@ def _entries_problem(entries: object) -> str | None:
 
 
 def _damaged(store: Store, reason: str) -> DamagedError:
-    return DamagedError(
-        f"The commit file {reason}.",
-        field=f"{store.url}/{COMMIT}",
-        remedy="The folder cannot be trusted: restore it from a copy, or remove it and run the command again.",
-    )
+    remedy = "The folder cannot be trusted: restore it from a copy, or remove it and run the command again."
+    return DamagedError(f"The commit file {reason}.", field=f"{store.url}/{COMMIT}", remedy=remedy)

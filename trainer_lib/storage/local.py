@@ -254,11 +254,9 @@ class LocalBackend:
 
 
 def _link_error(path: Path) -> StorageError:
-    return StorageError(
-        "This is a symbolic link. Nothing is written or removed behind one inside a storage.",
-        field=str(path),
-        remedy="Move what it leads to here, or remove the link. The storage itself may be a link.",
-    )
+    what = "This is a symbolic link. Nothing is written or removed behind one inside a storage."
+    remedy = "Move what it leads to here, or remove the link. The storage itself may be a link."
+    return StorageError(what, field=str(path), remedy=remedy)
 
 
 def _existing(path: Path) -> Path:

@@ -150,11 +150,9 @@ def absent(where: str) -> StorageError:
 
 def gone(where: str) -> StorageGoneError:
     """Return the error for a storage that was renamed or removed while this process worked on it."""
-    return StorageGoneError(
-        "The storage was renamed or removed while this command worked on it; nothing more is written there.",
-        field=where,
-        remedy="Give it its name back, and run the same command again: it continues from what is there.",
-    )
+    what = "The storage was renamed or removed while this command worked on it; nothing more is written there."
+    remedy = "Give it its name back, and run the same command again: it continues from what is there."
+    return StorageGoneError(what, field=where, remedy=remedy)
 
 
 def unreachable(outage: str, verb: str, where: str) -> StoreUnreachableError:
@@ -163,11 +161,8 @@ def unreachable(outage: str, verb: str, where: str) -> StoreUnreachableError:
     asked = f" and the endpoint (AWS_ENDPOINT_URL is {s3})" if s3 and where.startswith("s3") else ""
     if where.startswith(f"{HUB}://") and (hub := os.environ.get("HF_ENDPOINT")):
         asked = f" and the endpoint (HF_ENDPOINT is {hub})"
-    return StoreUnreachableError(
-        f"Could not {verb} it: the store does not answer ({outage}).",
-        field=where,
-        remedy=f"Check the network{asked}; the same command continues.",
-    )
+    what = f"Could not {verb} it: the store does not answer ({outage})."
+    return StoreUnreachableError(what, field=where, remedy=f"Check the network{asked}; the same command continues.")
 
 
 def _free_bytes(where: str) -> int | None:

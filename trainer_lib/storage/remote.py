@@ -218,11 +218,8 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
     try:
         return fsspec.filesystem(scheme, **options)
     except (TypeError, ValueError, OSError) as error:
-        raise ConfigError(
-            f"The {scheme}:// store cannot be set up: {error}",
-            field=field,
-            remedy="Set its options in fsspec's configuration (FSSPEC_<SCHEME>_<OPTION> in the environment).",
-        ) from error
+        remedy = "Set its options in fsspec's configuration (FSSPEC_<SCHEME>_<OPTION> in the environment)."
+        raise ConfigError(f"The {scheme}:// store cannot be set up: {error}", field=field, remedy=remedy) from error
 
 
 def _missing(scheme: str, field: str) -> MissingExtraError:

@@ -182,12 +182,8 @@ class Store:
             raise
         except StorageError as error:
             remedy = error.remedy or "Choose another storage."
-            raise ConfigError(
-                f"Cannot write there: {error.message.removeprefix('Could not write it: ')}",
-                field=field,
-                value=self.url,
-                remedy=remedy,
-            ) from error
+            what = f"Cannot write there: {error.message.removeprefix('Could not write it: ')}"
+            raise ConfigError(what, field=field, value=self.url, remedy=remedy) from error
 
     @contextlib.contextmanager
     def pinned(self) -> Iterator[None]:

@@ -53,12 +53,8 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
     _refuse_secrets(scheme, rest, field)
     parts = [part for part in rest.split("/") if part]
     if not parts or ".." in parts or "." in parts:
-        raise ConfigError(
-            "The URL names no bucket or has '..' in it.",
-            field=field,
-            value=text,
-            remedy=f"Write {scheme}://bucket/folder.",
-        )
+        remedy = f"Write {scheme}://bucket/folder."
+        raise ConfigError("The URL names no bucket or has '..' in it.", field=field, value=text, remedy=remedy)
     return scheme, "/".join(parts)
 
 
@@ -69,12 +65,9 @@ def split_root(scheme: str, path: str, *, field: str) -> tuple[str, str]:
         return bucket, rest
     match = _REPOSITORY.fullmatch(path)
     if match is None:
-        raise ConfigError(
-            "The address names no repository on the Hub.",
-            field=field,
-            value=f"{scheme}://{path}",
-            remedy="Write hf://datasets/organisation/name/file, or …/name@revision/file.",
-        )
+        what = "The address names no repository on the Hub."
+        remedy = "Write hf://datasets/organisation/name/file, or …/name@revision/file."
+        raise ConfigError(what, field=field, value=f"{scheme}://{path}", remedy=remedy)
     return match[1], match[2] or ""
 
 
@@ -82,11 +75,9 @@ def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
     # The error leaves the value out on purpose: it may hold a password or a signature.
     # An "@" further on is part of a name.
     if "@" in rest.split("/", 1)[0] or "?" in rest or "#" in rest:
-        raise ConfigError(
-            f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept.",
-            field=field,
-            remedy="Give credentials and endpoints through the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...).",
-        )
+        what = f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept."
+        remedy = "Give credentials and endpoints through the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)."
+        raise ConfigError(what, field=field, remedy=remedy)
 
 
 def _nearest(scheme: str) -> str:
@@ -104,12 +95,8 @@ def checked_address(address: str, *, field: str, unset: str) -> str:
     """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ConfigError(
-            "This is not the address of a server.",
-            field=field,
-            value=address,
-            remedy=f"Write http://host:port or https://host, or unset it for {unset}.",
-        )
+        remedy = f"Write http://host:port or https://host, or unset it for {unset}."
+        raise ConfigError("This is not the address of a server.", field=field, value=address, remedy=remedy)
     return address
 
 

@@ -217,22 +217,15 @@ def _alike(gradients: list[torch.Tensor]) -> bool:
 def require_trainable(model: nn.Module) -> None:
     """Raise ConfigError for a model without a parameter that requires a gradient."""
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "No parameter of the model requires a gradient.",
-            field="model",
-            value=type(model).__name__,
-            remedy="Unfreeze what is to be trained.",
-        )
+        what = "No parameter of the model requires a gradient."
+        raise ConfigError(what, field="model", value=type(model).__name__, remedy="Unfreeze what is to be trained.")
 
 
 def cannot_predict_alone(argument: str, value: object) -> ConfigError:
     """Return the error for a process that is to predict by itself with a model that an argument divides."""
-    return ConfigError(
-        "The model is divided over the processes, so none of them can predict by itself.",
-        field=argument,
-        value=value,
-        remedy=f"Use predict(), or load the saved model into a Trainer without {argument}.",
-    )
+    what = "The model is divided over the processes, so none of them can predict by itself."
+    remedy = f"Use predict(), or load the saved model into a Trainer without {argument}."
+    return ConfigError(what, field=argument, value=value, remedy=remedy)
 
 
 def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: Iterable[str]) -> None:
@@ -240,11 +233,9 @@ def refuse_others(missing: Iterable[str], unexpected: Iterable[str], reshaped: I
     for problem, found in (("lacks", missing), ("has unknown", unexpected), ("has another shape for", reshaped)):
         if names := sorted(found):
             shown = ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-            raise ConfigError(
-                f"The checkpoint {problem} {shown}: it belongs to another model.",
-                field="resume_from_checkpoint",
-                remedy="Build the model the checkpoint was written for, or start from the beginning.",
-            )
+            what = f"The checkpoint {problem} {shown}: it belongs to another model."
+            remedy = "Build the model the checkpoint was written for, or start from the beginning."
+            raise ConfigError(what, field="resume_from_checkpoint", remedy=remedy)
 
 
 def match_names(

@@ -37,10 +37,8 @@ class DdpStrategy(Strategy):
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
         super().__init__(device, comm)
         if not dist.is_initialized() or dist.get_world_size() < 2:
-            raise InfrastructureError(
-                "Replicated training was asked for, but no process group is formed.",
-                remedy="Start through torchrun, which sets RANK and WORLD_SIZE.",
-            )
+            what = "Replicated training was asked for, but no process group is formed."
+            raise InfrastructureError(what, remedy="Start through torchrun, which sets RANK and WORLD_SIZE.")
         self._options = _options(args)
 
     @override

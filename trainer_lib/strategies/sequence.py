@@ -121,12 +121,8 @@ def refuse_model(model: nn.Module, size: int) -> None:
         heads = getattr(config, "num_attention_heads", None)
         if not isinstance(heads, int) or heads % size:
             divisors = [number for number in range(2, size) if isinstance(heads, int) and heads % number == 0]
-            raise ConfigError(
-                f"The {heads} heads (num_attention_heads) cannot be divided among {size} processes.",
-                field=_FIELD,
-                value=size,
-                remedy=f"Give {divisors[-1]}." if divisors else _REMEDY,
-            )
+            what = f"The {heads} heads (num_attention_heads) cannot be divided among {size} processes."
+            raise ConfigError(what, field=_FIELD, value=size, remedy=f"Give {divisors[-1]}." if divisors else _REMEDY)
         return
     raise ConfigError(message.format(f"The model {type(model).__name__}"), field=_FIELD, value=size, remedy=_REMEDY)
 
@@ -227,12 +223,9 @@ class DividedTokens:
         given = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _TOKENS]
         ids, mask, positions = (kwargs.get(name) for name in _TOKENS[:3])
         if places > 1 or ids is None or asked or given:
-            raise ConfigError(
-                "A model whose tokens are divided takes input_ids, attention_mask, position_ids and labels by name.",
-                field=_FIELD,
-                value=", ".join(asked + given) or "no input_ids",
-                remedy=f"Remove the others. Or: {_REMEDY}",
-            )
+            what = "A model whose tokens are divided takes input_ids, attention_mask, position_ids and labels by name."
+            remedy = f"Remove the others. Or: {_REMEDY}"
+            raise ConfigError(what, field=_FIELD, value=", ".join(asked + given) or "no input_ids", remedy=remedy)
         wrong = torch.zeros(2, dtype=torch.bool, device=ids.device)
         if mask is not None and mask.ndim == 2:
             wrong[0] = (mask[:, 1:] > mask[:, :-1]).any()
@@ -249,12 +242,9 @@ class DividedTokens:
                 remedy=f"Turn packing off. Or: {_REMEDY}",
             )
         if is_padded_before:
-            raise DataError(
-                "Rows that are divided over processes are padded behind their last token, without targets there.",
-                field="attention_mask",
-                value=f"sequence: {self._size}",
-                remedy='Give the tokenizer padding_side="right", and labels of -100 for padding.',
-            )
+            what = "Rows that are divided over processes are padded behind their last token, without targets there."
+            remedy = 'Give the tokenizer padding_side="right", and labels of -100 for padding.'
+            raise DataError(what, field="attention_mask", value=f"sequence: {self._size}", remedy=remedy)
         return int(ids.shape[1])
 
     def _check_attention(self) -> None:
@@ -349,10 +339,6 @@ def _attend(
     other = [name for name in _OTHER_ATTENTION if given.get(name) is not None]
     tokens: DividedTokens | None = module.__dict__.get("trainflow_group")
     if other or tokens is None or not getattr(module, "is_causal", True):
-        raise ConfigError(
-            "Only causal attention, with or without a window, is computed over divided tokens.",
-            field=_FIELD,
-            value=", ".join(other) or type(module).__name__,
-            remedy=_REMEDY,
-        )
+        what = "Only causal attention, with or without a window, is computed over divided tokens."
+        raise ConfigError(what, field=_FIELD, value=", ".join(other) or type(module).__name__, remedy=_REMEDY)
     return tokens.attend(query, key, value, dropout, scaling, sliding_window), None

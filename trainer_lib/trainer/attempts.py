@@ -176,21 +176,13 @@ class Attempts:
         # With a small global batch, the micro-batches were smaller than the arguments allow.
         size = min(trainer._train_batch_size, -(-global_batch // self._internals.world.comm.data_parallel.size))
         if isinstance(run.source, ForeignLoader):
-            raise OutOfMemoryError(
-                f"Memory ran out in step {step}, and the batches come from a loader of your own: {reason}",
-                field="auto_find_batch_size",
-                value=True,
-                step=step,
-                remedy="Make its batches smaller, and raise gradient_accumulation_steps.",
-            )
+            what = f"Memory ran out in step {step}, and the batches come from a loader of your own: {reason}"
+            remedy = "Make its batches smaller, and raise gradient_accumulation_steps."
+            raise OutOfMemoryError(what, field="auto_find_batch_size", value=True, step=step, remedy=remedy)
         if size == 1:
-            raise OutOfMemoryError(
-                f"Memory ran out in step {step} with a single sample: {reason}",
-                field="per_device_train_batch_size",
-                value=size,
-                step=step,
-                remedy="Use gradient_checkpointing, bf16 or shorter samples, or shard the model.",
-            )
+            what = f"Memory ran out in step {step} with a single sample: {reason}"
+            remedy = "Use gradient_checkpointing, bf16 or shorter samples, or shard the model."
+            raise OutOfMemoryError(what, field="per_device_train_batch_size", value=size, step=step, remedy=remedy)
         self.allowed = size // 2
         _log.warning(
             "Memory ran out in step %d with micro-batches of %d: training continues with %d (global batch %d): %s",
@@ -218,12 +210,9 @@ class Attempts:
         if url is None and self._starts_at_resumed(run):
             url, after = self._resumed, first_step
         elif url is None and not self._keeps_start:
-            raise LossSpikeError(
-                f"The loss spiked at step {spike.step} ({spike.reason}), and no checkpoint was due before.",
-                field="loss_spike_sigma",
-                step=spike.step,
-                remedy="Save earlier (save_steps): a sharded model can only go back to a checkpoint.",
-            )
+            what = f"The loss spiked at step {spike.step} ({spike.reason}), and no checkpoint was due before."
+            remedy = "Save earlier (save_steps): a sharded model can only go back to a checkpoint."
+            raise LossSpikeError(what, field="loss_spike_sigma", step=spike.step, remedy=remedy)
         self._record(run, Spike(after, spike.step, spike.reason))
         # A later resume would find those of the steps that are taken back, and not the one of this rollback.
         internals.checkpoints.withdraw(after=after, until=self._trainer.state.global_step)

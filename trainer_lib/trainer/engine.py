@@ -504,10 +504,6 @@ class Engine:
         name = str(trainer.args.metric_for_best_model or "loss")  # a schedule of the user's may come without a name
         name = name if name.startswith("eval_") else f"eval_{name}"
         if name not in metrics:
-            raise ConfigError(
-                f"The schedule follows it, but the evaluation gave only {', '.join(metrics)}.",
-                field="metric_for_best_model",
-                value=name,
-                remedy="Name one of them.",
-            )
+            what = f"The schedule follows it, but the evaluation gave only {', '.join(metrics)}."
+            raise ConfigError(what, field="metric_for_best_model", value=name, remedy="Name one of them.")
         trainer.lr_scheduler.step(metrics[name])

@@ -288,12 +288,8 @@ class EvaluationMethods(DataMethods):
             return False
         name = watched if watched.startswith("eval_") else f"eval_{watched}"
         if name not in metrics:
-            raise ConfigError(
-                f"The evaluation gave only {', '.join(metrics)}.",
-                field="metric_for_best_model",
-                value=watched,
-                remedy="Name one of them.",
-            )
+            what = f"The evaluation gave only {', '.join(metrics)}."
+            raise ConfigError(what, field="metric_for_best_model", value=watched, remedy="Name one of them.")
         # An override of `evaluate` may return numbers of numpy.
         value, best = parse_metrics({name: metrics[name]})[name], self.state.best_metric
         # Only NaN differs from itself.

@@ -82,12 +82,9 @@ class WithoutColumn:
 
 def no_column_left(present: Any, columns: set[str], described: str) -> ConfigError:
     """The error for samples with the columns `present`, of which the model takes none."""
-    return ConfigError(
-        f"No column of {described} is a parameter of the model's forward ({', '.join(sorted(columns))}).",
-        field="remove_unused_columns",
-        value=", ".join(map(str, present)),
-        remedy="Rename the columns, or set remove_unused_columns=False and give a data_collator.",
-    )
+    what = f"No column of {described} is a parameter of the model's forward ({', '.join(sorted(columns))})."
+    remedy = "Rename the columns, or set remove_unused_columns=False and give a data_collator."
+    return ConfigError(what, field="remove_unused_columns", value=", ".join(map(str, present)), remedy=remedy)
 
 
 _STRETCH = 50  # global batches that are sorted by length together
@@ -153,12 +150,9 @@ class Loaders:
         sortish = bool(getattr(args, "sortish_sampler", False))
         if (mixture := getattr(dataset, "mixture", None)) is not None:
             if sorts_by_length(args):
-                raise ConfigError(
-                    "A mixture of sources has an order that is not by length.",
-                    field="train_sampling_strategy",
-                    value="group_by_length",
-                    remedy="Remove it, or the mixture.",
-                )
+                what = "A mixture of sources has an order that is not by length."
+                remedy = "Remove it, or the mixture."
+                raise ConfigError(what, field="train_sampling_strategy", value="group_by_length", remedy=remedy)
             batch, shuffled = self._trainer.get_total_train_batch_size(args), args.train_sampling_strategy == "random"
             return MixtureOrder(mixture, seed, batch, args.dataloader_drop_last, shuffled)
         if args.train_sampling_strategy == "sequential" and not sortish:
@@ -186,12 +180,9 @@ class Loaders:
         except DataError:  # of the dataset, about a row
             raise
         except (TypeError, KeyError, IndexError, ValueError) as error:
-            raise ConfigError(
-                f"Sorting by length: the samples have neither a column {name!r} nor one {key!r} with a length.",
-                field="length_column_name",
-                value=name,
-                remedy=f"Add a column {name!r}, or name it in length_column_name.",
-            ) from error
+            what = f"Sorting by length: the samples have neither a column {name!r} nor one {key!r} with a length."
+            remedy = f"Add a column {name!r}, or name it in length_column_name."
+            raise ConfigError(what, field="length_column_name", value=name, remedy=remedy) from error
 
     def training_loader(
         self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None
@@ -250,12 +241,9 @@ class Loaders:
         if isinstance(loader, TrainLoader | IterableLoader):
             return loader
         if world.batching.split_batches:
-            raise ConfigError(
-                "The batches of your own loader cannot be split.",
-                field="accelerator_config.split_batches",
-                value=True,
-                remedy="Remove it, and let the loader make batches for one process.",
-            )
+            what = "The batches of your own loader cannot be split."
+            remedy = "Remove it, and let the loader make batches for one process."
+            raise ConfigError(what, field="accelerator_config.split_batches", value=True, remedy=remedy)
         return ForeignLoader(
             loader,
             accumulation=args.gradient_accumulation_steps,
@@ -336,11 +324,7 @@ class Loaders:
         return self._shared_loader(dataset, collate, batch_size, (start, stop))
 
     def _shared_loader(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        batch_size: int,
-        rows: tuple[int, int] | None = None,
+        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, rows: tuple[int, int] | None = None
     ) -> EvalLoader:
         """A loader of this rank's share of all rows; with `rows`, of these rows for this process alone."""
         share = self._internals.world.comm.data_parallel

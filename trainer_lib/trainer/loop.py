@@ -365,11 +365,8 @@ class TrainingLoop:
             )
         _log.warning("A stop was requested: saving step %d.", step)
         self._internals.checkpoints.save_and_stop()
-        raise Preempted(
-            f"Stopped on request at step {step}; a checkpoint of it is committed.",
-            step=step,
-            remedy='Continue with resume_from_checkpoint="auto".',
-        )
+        what = f"Stopped on request at step {step}; a checkpoint of it is committed."
+        raise Preempted(what, step=step, remedy='Continue with resume_from_checkpoint="auto".')
 
     def finalize(self) -> TrainOutput:
         """The best model if asked for, the metrics of the run, `on_train_end`, the final push."""
@@ -429,12 +426,9 @@ def _planned_length(trainer: Trainer, source: TrainSource, loader: Any) -> tuple
     values = trainer.set_initial_training_values(trainer.args, loader)
     epochs, steps, max_steps = values[0], values[1], values[-1]
     if source.steps_per_epoch is not None and steps != source.steps_per_epoch:
-        raise ConfigError(
-            f"An epoch of this data has {source.steps_per_epoch} optimizer steps; the override returns {steps}.",
-            field="set_initial_training_values",
-            value=steps,
-            remedy="Change the epochs or the steps in all; for shorter epochs, override get_train_dataloader.",
-        )
+        what = f"An epoch of this data has {source.steps_per_epoch} optimizer steps; the override returns {steps}."
+        remedy = "Change the epochs or the steps in all; for shorter epochs, override get_train_dataloader."
+        raise ConfigError(what, field="set_initial_training_values", value=steps, remedy=remedy)
     return int(max_steps), int(epochs)
 
 

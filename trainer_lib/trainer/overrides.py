@@ -149,11 +149,8 @@ def refuse_uncalled(cls: type, uncalled: Mapping[str, str] = UNCALLED) -> None:
     """Raise ConfigError for a class that overrides a method which is never called, or replaces the training loop."""
     for owner in own_classes(cls):
         for name in uncalled.keys() & vars(owner).keys():
-            raise ConfigError(
-                "The class overrides a method that this Trainer does not call.",
-                field=f"{owner.__name__}.{name}",
-                remedy=uncalled[name],
-            )
+            what = "The class overrides a method that this Trainer does not call."
+            raise ConfigError(what, field=f"{owner.__name__}.{name}", remedy=uncalled[name])
         if _LOOP in vars(owner) and not _may_read(vars(owner)[_LOOP], _LOOP):
             raise ConfigError(
                 "The class replaces the training loop, so nothing of this Trainer's would train.",

@@ -88,12 +88,9 @@ class Seq2SeqTrainer(Trainer):
             raise
         except (OSError, ValueError, TypeError) as error:
             shown = gen_config_arg if isinstance(gen_config_arg, str | Path) else type(gen_config_arg).__name__
-            raise ConfigError(
-                f"The generation settings cannot be used: {' '.join(str(error).split())}",
-                field="generation_config",
-                value=str(shown),
-                remedy="Give a GenerationConfig, or the path of a file or folder that holds one.",
-            ) from error
+            what = f"The generation settings cannot be used: {' '.join(str(error).split())}"
+            remedy = "Give a GenerationConfig, or the path of a file or folder that holds one."
+            raise ConfigError(what, field="generation_config", value=str(shown), remedy=remedy) from error
         return config
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
@@ -200,20 +197,14 @@ class Generation:
             return
         generate = getattr(self._trainer.model, "generate", None)
         if not callable(generate):
-            raise ConfigError(
-                f"{type(self._trainer.model).__name__} has no generate().",
-                field="predict_with_generate",
-                value=True,
-                remedy="Set predict_with_generate=False, or give the model a method generate.",
-            )
+            what = f"{type(self._trainer.model).__name__} has no generate()."
+            remedy = "Set predict_with_generate=False, or give the model a method generate."
+            raise ConfigError(what, field="predict_with_generate", value=True, remedy=remedy)
         for name, value in settings.items():
             if not takes(generate, name):
-                raise ConfigError(
-                    f"{type(self._trainer.model).__name__}.generate does not take this setting.",
-                    field=name,
-                    value=value,
-                    remedy="Leave it out, or give generate a parameter of that name.",
-                )
+                what = f"{type(self._trainer.model).__name__}.generate does not take this setting."
+                remedy = "Leave it out, or give generate a parameter of that name."
+                raise ConfigError(what, field=name, value=value, remedy=remedy)
 
     def generate(self, inputs: Mapping[str, Any], settings: Mapping[str, Any]) -> tuple[torch.Tensor, int]:
         """Generated sequences ``[batch, tokens]``, and the common length (0 when nothing bounds it)."""
@@ -233,11 +224,9 @@ class Generation:
         samples = batch_size_of(dict(inputs))
         if not isinstance(tokens, torch.Tensor) or tokens.ndim != 2 or tokens.shape[0] != samples:
             shape = tuple(tokens.shape) if isinstance(tokens, torch.Tensor) else type(tokens).__name__
-            raise ConfigError(
-                f"The model's generate returned {shape} for {samples} samples.",
-                field="generate",
-                remedy="Return one sequence per sample, [batch, tokens] (num_return_sequences=1).",
-            )
+            what = f"The model's generate returned {shape} for {samples} samples."
+            remedy = "Return one sequence per sample, [batch, tokens] (num_return_sequences=1)."
+            raise ConfigError(what, field="generate", remedy=remedy)
         return tokens.detach(), self._common_length(given, settings)
 
     def _generation_inputs(self, inputs: Mapping[str, Any], generate: Any) -> dict[str, Any]:

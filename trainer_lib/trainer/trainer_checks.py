@@ -51,24 +51,17 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
     """Raise ConfigError for an argument that a Trainer of `wanted` arguments does not serve; log what has no effect."""
     generates = issubclass(wanted, Seq2SeqArguments)
     if generates and not isinstance(args, Seq2SeqArguments):
-        raise ConfigError(
-            "The arguments have no generation settings.",
-            field="args",
-            value=type(args).__name__,
-            remedy="Give Seq2SeqTrainingArguments.",
-        )
+        what = "The arguments have no generation settings."
+        raise ConfigError(what, field="args", value=type(args).__name__, remedy="Give Seq2SeqTrainingArguments.")
     needs = {} if generates else dict.fromkeys(field_map(Seq2SeqArguments), "Seq2SeqTrainer")
     needs |= {name: needed for name, (is_on, needed) in _NEEDED.items() if not is_on(args)}
     for name, needed in needs.items():
         if getattr(args, name, None):
             _log.warning("%s = %s has no effect without %s.", name, getattr(args, name), needed)
     if isinstance(args, TFArguments) and not issubclass(wanted, TFArguments) and args.poly_power != 1.0:
-        raise ConfigError(
-            "The argument has no effect on a Trainer.",
-            field="poly_power",
-            value=args.poly_power,
-            remedy='Use TFTrainer, or lr_scheduler_type="polynomial" with lr_scheduler_kwargs={"power": …}.',
-        )
+        what = "The argument has no effect on a Trainer."
+        remedy = 'Use TFTrainer, or lr_scheduler_type="polynomial" with lr_scheduler_kwargs={"power": …}.'
+        raise ConfigError(what, field="poly_power", value=args.poly_power, remedy=remedy)
     for name, (asked, remedy) in _UNSERVED.items():
         if asked(args):
             raise ConfigError(
@@ -123,27 +116,19 @@ def check_trainer(trainer: Trainer, data_parallel_size: int) -> None:
     _check_training_data(args, trainer.train_dataset, sorts=sorts_by_length(args))
     # A subclass with its own `evaluate` may need no dataset.
     if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not _own(trainer, "evaluate"):
-        raise ConfigError(
-            f"eval_strategy = {args.eval_strategy} needs data to evaluate on.",
-            field="eval_dataset",
-            remedy='Give eval_dataset, or eval_strategy="no".',
-        )
+        what = f"eval_strategy = {args.eval_strategy} needs data to evaluate on."
+        raise ConfigError(what, field="eval_dataset", remedy='Give eval_dataset, or eval_strategy="no".')
     if trainer.optimizer_cls_and_kwargs is not None and trainer.optimizer is not None:
         raise ConfigError("Both were given.", field="optimizers and optimizer_cls_and_kwargs", remedy="Give one.")
     if trainer.model_init is not None and (trainer.optimizer is not None or trainer.lr_scheduler is not None):
-        raise ConfigError(
-            "The optimizer holds parameters of another model: model_init makes a new one for every training.",
-            field="optimizers",
-            remedy="Override create_optimizer, or give optimizer_cls_and_kwargs.",
-        )
+        what = "The optimizer holds parameters of another model: model_init makes a new one for every training."
+        remedy = "Override create_optimizer, or give optimizer_cls_and_kwargs."
+        raise ConfigError(what, field="optimizers", remedy=remedy)
     metrics = trainer.compute_metrics
     streams = args.batch_eval_metrics and metrics is not None and not is_metric_object(metrics)
     if streams and metrics is not None and not takes(metrics, "compute_result"):
-        raise ConfigError(
-            "batch_eval_metrics calls it with compute_result=True at the last batch.",
-            field="compute_metrics",
-            remedy="Give it a parameter compute_result.",
-        )
+        what = "batch_eval_metrics calls it with compute_result=True at the last batch."
+        raise ConfigError(what, field="compute_metrics", remedy="Give it a parameter compute_result.")
     _check_best_metric(trainer)
     _check_effects(trainer, data_parallel_size)
 
@@ -152,19 +137,13 @@ def _check_effects(trainer: Trainer, data_parallel_size: int) -> None:
     """Arguments that what else was given leaves without an effect."""
     args = trainer.args
     if trainer.compute_loss_func is not None and args.label_smoothing_factor > 0:
-        raise ConfigError(
-            "compute_loss_func computes the loss: nothing would be smoothed.",
-            field="label_smoothing_factor",
-            value=args.label_smoothing_factor,
-            remedy="Remove it, and smooth in compute_loss_func: torch's cross_entropy takes label_smoothing.",
-        )
+        what = "compute_loss_func computes the loss: nothing would be smoothed."
+        remedy = "Remove it, and smooth in compute_loss_func: torch's cross_entropy takes label_smoothing."
+        raise ConfigError(what, field="label_smoothing_factor", value=args.label_smoothing_factor, remedy=remedy)
     if not args.dataloader_in_order and args.dataloader_num_workers > 0 and data_parallel_size > 1:
-        raise ConfigError(
-            "Several processes take their micro-batches by position.",
-            field="dataloader_in_order",
-            value=False,
-            remedy="Remove it, or train with one process.",
-        )
+        what = "Several processes take their micro-batches by position."
+        remedy = "Remove it, or train with one process."
+        raise ConfigError(what, field="dataloader_in_order", value=False, remedy=remedy)
     own_warmup = str(args.optim).startswith("schedule_free")  # these optimizers warm up inside their step
     if args.warmup_steps and str(args.lr_scheduler_type) in _WITHOUT_WARMUP and not own_warmup:
         _log.warning(
@@ -179,12 +158,8 @@ def _own(trainer: Trainer, method: str) -> bool:
 
 def without_length(args: TrainingArguments) -> ConfigError:
     """The error for data without a length where `max_steps` is not given."""
-    return ConfigError(
-        "The training data has no length, so the number of steps cannot follow from num_train_epochs.",
-        field="max_steps",
-        value=args.max_steps,
-        remedy="Give max_steps.",
-    )
+    what = "The training data has no length, so the number of steps cannot follow from num_train_epochs."
+    return ConfigError(what, field="max_steps", value=args.max_steps, remedy="Give max_steps.")
 
 
 def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) -> None:
@@ -196,12 +171,8 @@ def _check_training_data(args: TrainingArguments, dataset: Any, *, sorts: bool) 
         raise DataError("The training data has no samples.", field="train_dataset", remedy="Give data.")
     if sorts and (isinstance(dataset, IterableDataset) or not has_length(dataset)):
         name = "sortish_sampler" if getattr(args, "sortish_sampler", False) else "train_sampling_strategy"
-        raise ConfigError(
-            "A stream cannot be sorted by length.",
-            field=name,
-            value=getattr(args, name),
-            remedy="Remove it, or give map-style data.",
-        )
+        remedy = "Remove it, or give map-style data."
+        raise ConfigError("A stream cannot be sorted by length.", field=name, value=getattr(args, name), remedy=remedy)
 
 
 def _check_best_metric(trainer: Trainer) -> None:
@@ -212,9 +183,6 @@ def _check_best_metric(trainer: Trainer) -> None:
         return
     name = args.metric_for_best_model.removeprefix("eval_")
     if sum(name.startswith(f"{dataset}_") for dataset in sets) != 1:
-        raise ConfigError(
-            "The metric does not name the evaluation set that decides.",
-            field="metric_for_best_model",
-            value=args.metric_for_best_model,
-            remedy=f'Name one of {", ".join(sets)}: "eval_{next(iter(sets))}_loss", say.',
-        )
+        what = "The metric does not name the evaluation set that decides."
+        remedy = f'Name one of {", ".join(sets)}: "eval_{next(iter(sets))}_loss", say.'
+        raise ConfigError(what, field="metric_for_best_model", value=args.metric_for_best_model, remedy=remedy)

@@ -139,24 +139,17 @@ class BatchSettings:
         if not self.split_batches:
             return batch_size
         if batch_size % data_parallel_size:
-            raise ConfigError(
-                f"The batch cannot be divided among {data_parallel_size} processes, which split_batches asks for.",
-                field=field,
-                value=batch_size,
-                remedy=f"Give a multiple of {data_parallel_size}.",
-            )
+            what = f"The batch cannot be divided among {data_parallel_size} processes, which split_batches asks for."
+            raise ConfigError(what, field=field, value=batch_size, remedy=f"Give a multiple of {data_parallel_size}.")
         return batch_size // data_parallel_size
 
     def check_state(self, *, world_size: int, formed: bool) -> None:
         """Raise ConfigError when `use_configured_state` is on and the caller has not formed a process group."""
         # A job of one process needs no group.
         if self.use_configured_state and world_size > 1 and not formed:
-            raise ConfigError(
-                "This asks for a process group that the program formed before, and there is none.",
-                field=f"{_FIELD}.use_configured_state",
-                value=True,
-                remedy="Call torch.distributed.init_process_group first, or remove it.",
-            )
+            what = "This asks for a process group that the program formed before, and there is none."
+            remedy = "Call torch.distributed.init_process_group first, or remove it."
+            raise ConfigError(what, field=f"{_FIELD}.use_configured_state", value=True, remedy=remedy)
 
 
 def refuse_unknown(names: Iterable[object]) -> None:
@@ -176,12 +169,8 @@ def _accumulation_flag(name: str, value: Any) -> bool | None:
     field = f"{_FIELD}.{_ACCUMULATION}.{name}"
     # Validation refuses it as well, but only in a mapping: a file is read here for the first time.
     if name == "num_steps":
-        raise ConfigError(
-            "This contradicts gradient_accumulation_steps.",
-            field=field,
-            value=value,
-            remedy="Remove it; set gradient_accumulation_steps.",
-        )
+        remedy = "Remove it; set gradient_accumulation_steps."
+        raise ConfigError("This contradicts gradient_accumulation_steps.", field=field, value=value, remedy=remedy)
     known = ("sync_each_batch", "adjust_scheduler", "sync_with_dataloader")
     if name not in known:
         raise ConfigError("No setting has this name.", field=field, value=value, remedy=suggestion(str(name), known))

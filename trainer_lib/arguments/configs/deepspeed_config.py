@@ -227,12 +227,8 @@ def _check_beside(args: ArgumentGroups) -> None:
         ("bf16_full_eval", "the engine keeps the weights in its own number format.", "it"),
     ):
         if getattr(args, name):
-            raise ConfigError(
-                f"This is not supported together with deepspeed: {why}",
-                field=name,
-                value=True,
-                remedy=f"Remove {remedy}.",
-            )
+            what = f"This is not supported together with deepspeed: {why}"
+            raise ConfigError(what, field=name, value=True, remedy=f"Remove {remedy}.")
 
 
 def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size: int | None) -> None:
@@ -258,10 +254,7 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size
             argument = "per_device_train_batch_size x gradient_accumulation_steps x processes"
             raise refused(key, written, f"This contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
         raise refused(
-            key,
-            written,
-            f"This contradicts {BATCH_KEYS[key]} = {value}.",
-            f"Remove it, and give {BATCH_KEYS[key]}.",
+            key, written, f"This contradicts {BATCH_KEYS[key]} = {value}.", f"Remove it, and give {BATCH_KEYS[key]}."
         )
 
 
@@ -412,12 +405,8 @@ _PARAMS = ("lr", "weight_decay", "eps", "betas", "bias_correction", "fp32_optimi
 def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str, Any]) -> None:
     """Put the settings of the optimizer that have no argument of their own into optim_args."""
     if "max_grad_norm" in params:
-        raise refused(
-            "optimizer.params.max_grad_norm",
-            params["max_grad_norm"],
-            "This setting has another place.",
-            "Give gradient_clipping.",
-        )
+        key = "optimizer.params.max_grad_norm"
+        raise refused(key, params["max_grad_norm"], "This setting has another place.", "Give gradient_clipping.")
     text = ",".join(f"{key}={value}" for key, value in sorted(params.items()) if value != AUTO)
     if not text:
         return
@@ -429,12 +418,8 @@ def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str
 def _check_optimizer_name(args: ArgumentGroups, resolved: Mapping[str, Any]) -> None:
     name = str(resolved.get("optim", args.optim))
     if name not in ELEMENTWISE:
-        raise ConfigError(
-            "ZeRO cannot shard this optimizer, because it does not update each element by itself.",
-            field="optim",
-            value=name,
-            remedy=f"Choose one of: {', '.join(ELEMENTWISE)}.",
-        )
+        what = "ZeRO cannot shard this optimizer, because it does not update each element by itself."
+        raise ConfigError(what, field="optim", value=name, remedy=f"Choose one of: {', '.join(ELEMENTWISE)}.")
 
 
 def _schedule(

@@ -118,12 +118,9 @@ def read_settings(args: ArgumentGroups) -> FsdpSettings | None:
         # A configuration that was written out in full has values that ask for nothing.
         asked = [key for key, value in values.items() if value not in _OFF]
         if asked:
-            raise ConfigError(
-                "Without fsdp, these settings have no effect.",
-                field=FIELD,
-                value=asked[0],
-                remedy='Remove it, or set fsdp="full_shard auto_wrap".',
-            )
+            what = "Without fsdp, these settings have no effect."
+            remedy = 'Remove it, or set fsdp="full_shard auto_wrap".'
+            raise ConfigError(what, field=FIELD, value=asked[0], remedy=remedy)
         return None
     reading = _Reading({"mode": next(word for word in words if word in MODES)})  # validation has left exactly one
     if FSDPOption.OFFLOAD in words:
@@ -216,12 +213,9 @@ def sharded_checkpoints(key: str, value: Any) -> bool:
     word = str(value).strip().lower()
     if word not in options:
         local = "Local pieces are not supported: they fit one number of processes only."
-        raise ConfigError(
-            local if word == "local_state_dict" else "No state dict type has this name.",
-            field=key,
-            value=value,
-            remedy="Give SHARDED_STATE_DICT, which any number of processes loads, or FULL_STATE_DICT.",
-        )
+        what = local if word == "local_state_dict" else "No state dict type has this name."
+        remedy = "Give SHARDED_STATE_DICT, which any number of processes loads, or FULL_STATE_DICT."
+        raise ConfigError(what, field=key, value=value, remedy=remedy)
     return options[word]
 
 
@@ -263,22 +257,15 @@ def _reshard(reading: _Reading, key: str, value: Any) -> None:
     if not _flag(key, value):
         reading.values["mode"] = _KEPT.get(mode, mode)
     elif mode in _KEPT.values():
-        raise ConfigError(
-            f"This contradicts fsdp = {mode}, which keeps the parameters until the backward pass.",
-            field=key,
-            value=value,
-            remedy=f"Remove it, or give fsdp = {next(name for name, kept in _KEPT.items() if kept == mode)}.",
-        )
+        what = f"This contradicts fsdp = {mode}, which keeps the parameters until the backward pass."
+        remedy = f"Remove it, or give fsdp = {next(name for name, kept in _KEPT.items() if kept == mode)}."
+        raise ConfigError(what, field=key, value=value, remedy=remedy)
 
 
 def _version(reading: _Reading, key: str, value: Any) -> None:
     if coerce(value, int, field=key) != 2:
-        raise ConfigError(
-            "Only torch's second version of FSDP (fully_shard) is supported; it has all modes of the first.",
-            field=key,
-            value=value,
-            remedy="Remove it.",
-        )
+        what = "Only torch's second version of FSDP (fully_shard) is supported; it has all modes of the first."
+        raise ConfigError(what, field=key, value=value, remedy="Remove it.")
 
 
 def _precision(reading: _Reading, key: str, value: Any) -> None:
@@ -287,12 +274,8 @@ def _precision(reading: _Reading, key: str, value: Any) -> None:
         raise ConfigError("This is not a mapping.", field=key, value=value, remedy='Give {"param_dtype": "bf16"}.')
     for name, given in parts.items():
         if name not in ("param_dtype", "reduce_dtype"):
-            raise ConfigError(
-                "No setting has this name: buffers keep their own format, outputs that of the computation.",
-                field=key,
-                value=name,
-                remedy="Give param_dtype and reduce_dtype.",
-            )
+            what = "No setting has this name: buffers keep their own format, outputs that of the computation."
+            raise ConfigError(what, field=key, value=name, remedy="Give param_dtype and reduce_dtype.")
         if given is not None:
             # str(torch.bfloat16) is "torch.bfloat16": configurations from Python hold it.
             chosen = _choice(_FORMATS)(f"{key}.{name}", str(given).removeprefix("torch."))
@@ -394,12 +377,8 @@ def refuse_unshardable(args: ArgumentGroups, field: str) -> None:
             raise ConfigError(message, field=name, value=True, remedy=remedy)
     for part, why in _UNSHARDABLE.items():
         if part in str(args.optim):
-            raise ConfigError(
-                f"This optimizer cannot be used together with {field}. {why}",
-                field="optim",
-                value=str(args.optim),
-                remedy="Use adamw_torch.",
-            )
+            what = f"This optimizer cannot be used together with {field}. {why}"
+            raise ConfigError(what, field="optim", value=str(args.optim), remedy="Use adamw_torch.")
 
 
 def as_plugin_settings(settings: FsdpSettings) -> dict[str, Any]:

@@ -126,11 +126,7 @@ _WITH_SEQUENCE = {
     "use_liger_kernel": ("Its loss needs whole rows.", "Remove it."),
     "predict_with_generate": ("Processes would generate whole rows, each the same.", "Generate after the training."),
 }
-_UNSERVED_WITH = {
-    "sequence": _WITH_SEQUENCE,
-    "expert": _WITH_EXPERT,
-    "tensor": _WITH_TENSOR,
-}
+_UNSERVED_WITH = {"sequence": _WITH_SEQUENCE, "expert": _WITH_EXPERT, "tensor": _WITH_TENSOR}
 
 
 class PeerSizes(dict[str, Any]):
@@ -148,12 +144,8 @@ class PeerSizes(dict[str, Any]):
             return None
         values = given if isinstance(given, Mapping) else getattr(given, "__dict__", None)
         if not isinstance(values, Mapping):
-            raise ConfigError(
-                "This is neither a mapping nor a ParallelismConfig.",
-                field=PEERS,
-                value=given,
-                remedy="Give for example {dp_shard_size: 4, tp_size: 2}.",
-            )
+            what = "This is neither a mapping nor a ParallelismConfig."
+            raise ConfigError(what, field=PEERS, value=given, remedy="Give for example {dp_shard_size: 4, tp_size: 2}.")
         handlers = ("handler", "mesh")
         return cls({k: v for k, v in values.items() if not str(k).startswith("_") and not str(k).endswith(handlers)})
 
@@ -233,12 +225,8 @@ def _overlay_experts(values: dict[str, Any], field: str) -> None:
     """Read `ep_size` as transformers does: the experts are divided over a part of the processes of `fsdp_size`."""
     shard, experts = values["shard"], values["expert"]
     if shard % experts:
-        raise ConfigError(
-            f"The {shard} processes of fsdp_size cannot be grouped by {experts}.",
-            field=f"{field}.ep_size",
-            value=experts,
-            remedy="Give a divisor.",
-        )
+        what = f"The {shard} processes of fsdp_size cannot be grouped by {experts}."
+        raise ConfigError(what, field=f"{field}.ep_size", value=experts, remedy="Give a divisor.")
     values["shard"] = shard // experts
 
 
@@ -269,12 +257,8 @@ def check_layout(args: ArgumentGroups) -> None:
     if layout is None:
         return
     if args.deepspeed:
-        raise ConfigError(
-            "DeepSpeed lays out the processes itself.",
-            field=layout.field,
-            value=str(layout.sizes()),
-            remedy="Keep one.",
-        )
+        what = "DeepSpeed lays out the processes itself."
+        raise ConfigError(what, field=layout.field, value=str(layout.sizes()), remedy="Keep one.")
     if args.fsdp and layout.shards == 1 and str(args.fsdp).split()[0] != "no_shard":
         raise ConfigError(
             f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
@@ -296,12 +280,9 @@ def check_layout(args: ArgumentGroups) -> None:
 def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, str]], args: ArgumentGroups) -> None:
     for other in ("expert", "tensor") if size == "sequence" else ():
         if getattr(layout, other) > 1:
-            raise ConfigError(
-                f"This is not supported together with {other}.",
-                field=f"{layout.field}.{size}",
-                value=layout.sequence,
-                remedy="Give shard and sequence, or shard and tensor.",
-            )
+            what = f"This is not supported together with {other}."
+            remedy = "Give shard and sequence, or shard and tensor."
+            raise ConfigError(what, field=f"{layout.field}.{size}", value=layout.sequence, remedy=remedy)
     for name, (why, remedy) in unserved.items():
         value = getattr(args, name, None)
         if value and not (name == "fsdp" and layout.shards > 1):
@@ -347,12 +328,9 @@ def mesh_sizes(args: ArgumentGroups, *, world_size: int, local_world_size: int) 
         return {"shard": world_size}
     group = settings.hybrid_group or local_world_size
     if world_size % group:
-        raise ConfigError(
-            f"This group size does not divide {world_size} processes evenly.",
-            field="fsdp_config.hybrid_group_size",
-            value=group,
-            remedy="Give a divisor of the number of processes.",
-        )
+        what = f"This group size does not divide {world_size} processes evenly."
+        remedy = "Give a divisor of the number of processes."
+        raise ConfigError(what, field="fsdp_config.hybrid_group_size", value=group, remedy=remedy)
     return {"replicate": world_size // group, "shard": group}
 
 

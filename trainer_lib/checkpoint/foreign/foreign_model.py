@@ -90,20 +90,14 @@ def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _unbuildable(name: str, error: Exception) -> ConfigError:
-    return ConfigError(
-        f"The model cannot be built from config.json: {type(error).__name__}: {str(error)[:200]}",
-        field="model",
-        value=name,
-        remedy="Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained.",
-    )
+    what = f"The model cannot be built from config.json: {type(error).__name__}: {str(error)[:200]}"
+    remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
+    return ConfigError(what, field="model", value=name, remedy=remedy)
 
 
 def _no_adapter(why: str) -> ConfigError:
-    return ConfigError(
-        f"The folder holds a peft adapter, but {why}.",
-        field="model",
-        remedy="Let the function return get_peft_model(base, config), as it was trained.",
-    )
+    remedy = "Let the function return get_peft_model(base, config), as it was trained."
+    return ConfigError(f"The folder holds a peft adapter, but {why}.", field="model", remedy=remedy)
 
 
 def _harmless(value: Any, depth: int = 0) -> Any:

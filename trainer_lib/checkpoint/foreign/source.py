@@ -97,11 +97,8 @@ def read_torch_file(store: Store, rel: str) -> Any:
 
 def refuse_file(where: str, reason: str) -> DamagedError:
     """The error for a file at a URL that cannot be imported; `reason` is a clause ("it is compressed")."""
-    return DamagedError(
-        f"The file is refused: {reason}.",
-        field=where,
-        remedy="Nothing was imported. If you trust the file, load it with the program that wrote it and save it again.",
-    )
+    remedy = "Nothing was imported. If you trust the file, load it with the program that wrote it and save it again."
+    return DamagedError(f"The file is refused: {reason}.", field=where, remedy=remedy)
 
 
 def _describe_refusal(error: Exception) -> str:
@@ -297,11 +294,9 @@ def _check_kind(store: Store) -> set[str]:
     folders = {name.partition("/")[0] for name in names}
     links = store.links() + [name for name in store.children() if name not in folders and not store.children(name)]
     if links:
-        raise DamagedError(
-            "A link or a pipe is in the place of a file; it may lead anywhere.",
-            field=f"{store.url}/{links[0]}",
-            remedy="Copy the folder with the files in their places (cp -rL) if you trust it.",
-        )
+        what = "A link or a pipe is in the place of a file; it may lead anywhere."
+        remedy = "Copy the folder with the files in their places (cp -rL) if you trust it."
+        raise DamagedError(what, field=f"{store.url}/{links[0]}", remedy=remedy)
     if "trainer_state.json" not in names:
         raise refuse_source(
             store, "The folder has no trainer_state.json, so its step is unknown.", "Name a complete checkpoint."

@@ -47,12 +47,9 @@ def returned_as(batch: Mapping[str, Any], return_tensors: str) -> dict[str, Any]
     if return_tensors == "pt":
         return dict(batch)
     if return_tensors != "np":
-        raise DataError(
-            "Tensors of this kind cannot be returned.",
-            field="return_tensors",
-            value=return_tensors,
-            remedy='Give "pt" for torch or "np" for NumPy.',
-        )
+        what = "Tensors of this kind cannot be returned."
+        remedy = 'Give "pt" for torch or "np" for NumPy.'
+        raise DataError(what, field="return_tensors", value=return_tensors, remedy=remedy)
     return {name: value.numpy() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
@@ -127,12 +124,9 @@ class StoredRowsCollator(DefaultDataCollator):
 
 def _read_columns(row: Any) -> Mapping[str, Any]:
     if not hasattr(row, "__dict__"):
-        raise DataError(
-            "A sample has no named columns.",
-            field="train_dataset",
-            value=type(row).__name__,
-            remedy="Return a dict from the dataset, or give a data_collator that makes a batch of such samples.",
-        )
+        what = "A sample has no named columns."
+        remedy = "Return a dict from the dataset, or give a data_collator that makes a batch of such samples."
+        raise DataError(what, field="train_dataset", value=type(row).__name__, remedy=remedy)
     columns: dict[str, Any] = vars(row)
     return columns
 
@@ -146,11 +140,8 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor:
             return torch.from_numpy(np.stack(values))
         stacked = torch.from_numpy(np.array(values))
     except (ValueError, TypeError, RuntimeError) as error:
-        raise DataError(
-            f"Samples of one batch cannot be stacked: {error}",
-            field=name,
-            remedy="Pad them, or give a data_collator that does.",
-        ) from error
+        remedy = "Pad them, or give a data_collator that does."
+        raise DataError(f"Samples of one batch cannot be stacked: {error}", field=name, remedy=remedy) from error
     # A Python float does not ask for double precision.
     return stacked.float() if stacked.dtype == torch.float64 else stacked
 

@@ -73,12 +73,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         self._lengths: list[int] | None = None
         if self.whole_word_mask:
             if not self.mlm:
-                raise ConfigError(
-                    "Whole words are masked for masked language models only.",
-                    field="whole_word_mask",
-                    value=True,
-                    remedy="Set mlm=True.",
-                )
+                what = "Whole words are masked for masked language models only."
+                raise ConfigError(what, field="whole_word_mask", value=True, remedy="Set mlm=True.")
             self.mask_replace_prob, self.random_replace_prob = 1.0, 0.0
         if self.mlm:
             self._check_settings()
@@ -163,11 +159,9 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         of_words = torch.ones_like(chance)
         for row, spans in enumerate(offsets or [None] * len(chance)):
             if spans is None:
-                raise DataError(
-                    "Masking whole words needs to know where each token is in the text.",
-                    field="offset_mapping",
-                    remedy="Tokenize with return_offsets_mapping=True, and keep that column.",
-                )
+                what = "Masking whole words needs to know where each token is in the text."
+                remedy = "Tokenize with return_offsets_mapping=True, and keep that column."
+                raise DataError(what, field="offset_mapping", remedy=remedy)
             place, before, first = _place(len(spans), chance.shape[1], self.tokenizer), -1, -1
             columns = range(chance.shape[1])[place]
             for column, span in zip(columns, spans, strict=True):
@@ -207,12 +201,9 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
 
     def __post_init__(self) -> None:
         if getattr(self.tokenizer, "mask_token_id", None) is None:
-            raise ConfigError(
-                "The tokenizer has no mask token.",
-                field="tokenizer",
-                value=type(self.tokenizer).__name__,
-                remedy="Add one: tokenizer.add_special_tokens({'mask_token': '[MASK]'}).",
-            )
+            what = "The tokenizer has no mask token."
+            remedy = "Add one: tokenizer.add_special_tokens({'mask_token': '[MASK]'})."
+            raise ConfigError(what, field="tokenizer", value=type(self.tokenizer).__name__, remedy=remedy)
 
     @override
     def torch_call(self, features: list[Any]) -> dict[str, Any]:
@@ -230,12 +221,9 @@ class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
         """
         count, width = inputs.shape
         if width % 2:
-            raise DataError(
-                "The two halves of a sequence are permuted alike, so its length must be even.",
-                field="input_ids",
-                value=width,
-                remedy="Pad or cut the samples to an even number of tokens.",
-            )
+            what = "The two halves of a sequence are permuted alike, so its length must be even."
+            remedy = "Pad or cut the samples to an even number of tokens."
+            raise DataError(what, field="input_ids", value=width, remedy=remedy)
         labels, inputs = inputs.clone(), inputs.clone()
         special = _special_tokens(inputs, self.tokenizer)
         if self.tokenizer.pad_token_id is not None:

@@ -232,12 +232,9 @@ class MixtureOrder:
         if any(scaled):
             return scaled
         idle = [name for name, rest in zip(self.names, left, strict=True) if rest != 0]
-        raise ConfigError(
-            f"In epoch {epoch} the sources with a weight are used up, and {', '.join(idle)} has rows left.",
-            field=FIELD,
-            value=dict(weights),
-            remedy="Give it a weight above 0, fewer epochs or tokens; or remove those of another source.",
-        )
+        what = f"In epoch {epoch} the sources with a weight are used up, and {', '.join(idle)} has rows left."
+        remedy = "Give it a weight above 0, fewer epochs or tokens; or remove those of another source."
+        raise ConfigError(what, field=FIELD, value=dict(weights), remedy=remedy)
 
     def _used_before(self, epoch: int) -> _Counts:
         """Rows of the sources that all epochs before this one have."""

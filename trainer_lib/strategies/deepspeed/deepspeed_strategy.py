@@ -160,12 +160,9 @@ class DeepSpeedStrategy(Strategy):
         """Raise ConfigError when a trained parameter has a number format for which no masters can be kept."""
         for name, param in model.named_parameters():
             if param.requires_grad and self.plan.precision == "fp32" and param.dtype != torch.float32:
-                raise ConfigError(
-                    f"The parameter {name} is {param.dtype}, but neither bf16 nor fp16 is on.",
-                    field="model",
-                    value=type(model).__name__,
-                    remedy="Give bf16=True (or fp16=True), or the model in float32.",
-                )
+                what = f"The parameter {name} is {param.dtype}, but neither bf16 nor fp16 is on."
+                remedy = "Give bf16=True (or fp16=True), or the model in float32."
+                raise ConfigError(what, field="model", value=type(model).__name__, remedy=remedy)
 
     @override
     def precision(self, args: TrainingArguments) -> Precision:
@@ -184,12 +181,9 @@ class DeepSpeedStrategy(Strategy):
         known = {id(param) for param in self.unwrap(model).parameters()}
         held = [param for group in optimizer.param_groups for param in group["params"]]
         if not held or any(id(param) not in known for param in held):
-            raise ConfigError(
-                "The optimizer does not hold the model's parameters; an earlier training may have taken it apart.",
-                field="optimizers",
-                value=type(optimizer).__name__,
-                remedy="Give a new optimizer over the model's parameters, or optimizer_cls_and_kwargs.",
-            )
+            what = "The optimizer does not hold the model's parameters; an earlier training may have taken it apart."
+            remedy = "Give a new optimizer over the model's parameters, or optimizer_cls_and_kwargs."
+            raise ConfigError(what, field="optimizers", value=type(optimizer).__name__, remedy=remedy)
 
     @override
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -498,12 +492,9 @@ def create_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, n
     try:
         return getattr(lr_schedules, kind)(optimizer, **settings)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"The schedule {kind} does not take these settings: {error}.",
-            field="deepspeed.scheduler.params",
-            value=settings,
-            remedy="Correct them, or remove the scheduler from the configuration.",
-        ) from error
+        what = f"The schedule {kind} does not take these settings: {error}."
+        remedy = "Correct them, or remove the scheduler from the configuration."
+        raise ConfigError(what, field="deepspeed.scheduler.params", value=settings, remedy=remedy) from error
 
 
 def _start(device: torch.device, plan: ZeroPlan) -> Any:

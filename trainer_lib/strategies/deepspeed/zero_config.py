@@ -54,31 +54,21 @@ def _check_compiler(field: str, value: Any, instead: str) -> None:
     beside = str(Path(sys.executable).parent)
     for program, package in (("g++", "g++ (Debian: apt install g++)"), ("ninja", "ninja (pip install ninja)")):
         if shutil.which(program) is None and shutil.which(program, path=beside) is None:
-            raise ConfigError(
-                f"DeepSpeed compiles code for this, and the program {program} is not installed.",
-                field=field,
-                value=value,
-                remedy=f"Install {package}, or give {instead}.",
-            )
+            what = f"DeepSpeed compiles code for this, and the program {program} is not installed."
+            raise ConfigError(what, field=field, value=value, remedy=f"Install {package}, or give {instead}.")
 
 
 def _check_drive(field: str, folder: str) -> None:
     path = expand_home(folder)
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
-        raise ConfigError(
-            f"The folder {existing} cannot be written." if existing.is_dir() else f"{existing} is not a folder.",
-            field=f"{field}.nvme_path",
-            value=folder,
-            remedy="Name a folder on a drive that can be written, or give device: cpu.",
-        )
+        what = f"The folder {existing} cannot be written." if existing.is_dir() else f"{existing} is not a folder."
+        remedy = "Name a folder on a drive that can be written, or give device: cpu."
+        raise ConfigError(what, field=f"{field}.nvme_path", value=folder, remedy=remedy)
     if ctypes.util.find_library("aio") is None:
-        raise ConfigError(
-            "Offloading to a drive needs the library libaio, which is not installed.",
-            field=f"{field}.device",
-            value="nvme",
-            remedy="Install it (Debian: apt install libaio-dev), or give device: cpu.",
-        )
+        what = "Offloading to a drive needs the library libaio, which is not installed."
+        remedy = "Install it (Debian: apt install libaio-dev), or give device: cpu."
+        raise ConfigError(what, field=f"{field}.device", value="nvme", remedy=remedy)
     _check_compiler(f"{field}.device", "nvme", "device: cpu")
 
 
@@ -99,28 +89,17 @@ def check_optimizer(optimizer: torch.optim.Optimizer, plan: ZeroPlan, model: nn.
             remedy="Freeze them, make their module part of the model, or remove deepspeed.",
         )
     if plan.allow_untested is False and name not in _KNOWN_TO_DEEPSPEED:
-        raise ConfigError(
-            f"The setting is false, and {name} is not one of the optimizers that DeepSpeed tests.",
-            field="deepspeed.zero_allow_untested_optimizer",
-            value=False,
-            remedy="Remove the setting, or choose AdamW or Adam.",
-        )
+        what = f"The setting is false, and {name} is not one of the optimizers that DeepSpeed tests."
+        remedy = "Remove the setting, or choose AdamW or Adam."
+        raise ConfigError(what, field="deepspeed.zero_allow_untested_optimizer", value=False, remedy=remedy)
     if name not in _ELEMENTWISE and not plan.allow_untested:
-        raise ConfigError(
-            "This optimizer may need whole parameters for its update, and ZeRO shards them.",
-            field="optimizers",
-            value=name,
-            remedy="Choose AdamW, or allow it by zero_allow_untested_optimizer: true in the configuration.",
-        )
+        what = "This optimizer may need whole parameters for its update, and ZeRO shards them."
+        remedy = "Choose AdamW, or allow it by zero_allow_untested_optimizer: true in the configuration."
+        raise ConfigError(what, field="optimizers", value=name, remedy=remedy)
 
 
 def engine_config(
-    plan: ZeroPlan,
-    args: TrainingArguments,
-    model: nn.Module | None,
-    *,
-    data_parallel_size: int,
-    trains: bool = True,
+    plan: ZeroPlan, args: TrainingArguments, model: nn.Module | None, *, data_parallel_size: int, trains: bool = True
 ) -> dict[str, Any]:
     """Return the configuration for `deepspeed.initialize`.
 

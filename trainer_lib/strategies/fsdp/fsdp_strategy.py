@@ -204,12 +204,9 @@ class FsdpStrategy(Strategy):
         find_units(model, self.settings)
         find_ignored(model, self.settings.ignored_modules)
         if not self.settings.cpu_ram_efficient_loading and any(param.is_meta for param in model.parameters()):
-            raise ConfigError(
-                'The model has no values: its parameters are on "meta".',
-                field="model",
-                value=type(model).__name__,
-                remedy="Set cpu_ram_efficient_loading in fsdp_config: all processes then take the first one's values.",
-            )
+            what = 'The model has no values: its parameters are on "meta".'
+            remedy = "Set cpu_ram_efficient_loading in fsdp_config: all processes then take the first one's values."
+            raise ConfigError(what, field="model", value=type(model).__name__, remedy=remedy)
 
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -299,11 +296,8 @@ class FsdpStrategy(Strategy):
         with torch.no_grad():
             for name, tensor in all_tensors(model).items():
                 if name not in specs:
-                    raise ConfigError(
-                        f"The first process's model has no {name}.",
-                        field="model",
-                        remedy="Build the same model on every process.",
-                    )
+                    remedy = "Build the same model on every process."
+                    raise ConfigError(f"The first process's model has no {name}.", field="model", remedy=remedy)
                 sharding.fill_part(tensor, source, name)
 
     def _order_gathering(self, model: nn.Module, parts: list[nn.Module]) -> None:
@@ -344,12 +338,9 @@ class FsdpStrategy(Strategy):
                 name = self._names.get(id(parameter))
                 # State that was made for a whole parameter does not fit its rows.
                 if name is None or optimizer.state.get(parameter):
-                    raise ConfigError(
-                        "The optimizer holds parameters that the model no longer has, or has stepped on them.",
-                        field="optimizers",
-                        value=type(optimizer).__name__,
-                        remedy="Give optimizer_cls_and_kwargs, or override create_optimizer.",
-                    )
+                    what = "The optimizer holds parameters that the model no longer has, or has stepped on them."
+                    remedy = "Give optimizer_cls_and_kwargs, or override create_optimizer."
+                    raise ConfigError(what, field="optimizers", value=type(optimizer).__name__, remedy=remedy)
                 group["params"][index] = named[name]
 
     @override
@@ -458,12 +449,9 @@ def _gather_as_plain_tensors(part: Any) -> None:
 
 def _include_unused(model: FSDPModule) -> None:
     if not hasattr(model, "set_reduce_scatter_unused_params"):
-        raise ConfigError(
-            f"FSDP of torch {torch.__version__} cannot train a model of which processes use different parameters.",
-            field="ddp_find_unused_parameters",
-            value=True,
-            remedy="Install torch 2.13 or newer, or remove the argument.",
-        )
+        what = f"FSDP of torch {torch.__version__} cannot train a model of which processes use different parameters."
+        remedy = "Install torch 2.13 or newer, or remove the argument."
+        raise ConfigError(what, field="ddp_find_unused_parameters", value=True, remedy=remedy)
     model.set_reduce_scatter_unused_params(True)
 
 
@@ -479,12 +467,8 @@ def parameter_bytes(model: nn.Module) -> tuple[int, int]:
 
 def _form_world_of_one(device: torch.device) -> None:
     if environment.read() is environment.ALONE:
-        raise ConfigError(
-            "FSDP needs processes that share the model.",
-            field="fsdp",
-            value="1 process",
-            remedy="Start through torchrun --nproc-per-node N, or remove fsdp.",
-        )
+        remedy = "Start through torchrun --nproc-per-node N, or remove fsdp."
+        raise ConfigError("FSDP needs processes that share the model.", field="fsdp", value="1 process", remedy=remedy)
     distributed.form_alone(device)
     _log.warning("FSDP runs with one process, so nothing is sharded.")
 

@@ -27,12 +27,9 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     _check_classes(model, units, settings.wrap_classes)
     for unit in units:
         if tied := outside.get(id(unit)):
-            raise ConfigError(
-                f"This class shares {tied} with another part of the model, so it cannot be gathered by itself.",
-                field=_CLASSES,
-                value=type(unit).__name__,
-                remedy="Leave the class out: tied weights are then gathered with the whole model.",
-            )
+            what = f"This class shares {tied} with another part of the model, so it cannot be gathered by itself."
+            remedy = "Leave the class out: tied weights are then gathered with the whole model."
+            raise ConfigError(what, field=_CLASSES, value=type(unit).__name__, remedy=remedy)
     # Reversed, because `modules` yields the outer ones first.
     return units[::-1]
 
@@ -40,12 +37,9 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
 def _no_split_classes(model: nn.Module) -> tuple[str, ...]:
     given: Any = getattr(model, "_no_split_modules", None)
     if not given:
-        raise ConfigError(
-            f"The model {type(model).__name__} does not say which of its layers belong together (_no_split_modules).",
-            field=_CLASSES,
-            value="none",
-            remedy="Name the class of its layers, or give min_num_params.",
-        )
+        what = f"The model {type(model).__name__} does not say which of its layers belong together (_no_split_modules)."
+        remedy = "Name the class of its layers, or give min_num_params."
+        raise ConfigError(what, field=_CLASSES, value="none", remedy=remedy)
     return tuple(given)
 
 
@@ -55,12 +49,9 @@ def _check_classes(model: nn.Module, units: list[nn.Module], asked: Collection[s
     if missing is None and units:
         return
     inside = sorted({type(module).__name__ for module in model.modules() if module is not model})
-    raise ConfigError(
-        f"The model {type(model).__name__} has no module of that class.",
-        field=_CLASSES,
-        value=missing or ", ".join(_no_split_classes(model)),
-        remedy=suggestion(missing or "", inside),
-    )
+    what = f"The model {type(model).__name__} has no module of that class."
+    remedy = suggestion(missing or "", inside)
+    raise ConfigError(what, field=_CLASSES, value=missing or ", ".join(_no_split_classes(model)), remedy=remedy)
 
 
 def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn.Module]:
@@ -107,26 +98,17 @@ def find_ignored(model: nn.Module, patterns: Iterable[str]) -> set[nn.Parameter]
     for pattern in patterns:
         modules = [module for name, module in model.named_modules() if name and re.fullmatch(pattern, name)]
         if not modules:
-            raise ConfigError(
-                "This matches no module of the model.",
-                field="fsdp_config.ignored_modules",
-                value=pattern,
-                remedy="Give a module's whole name, or a regular expression that matches it.",
-            )
+            what = "This matches no module of the model."
+            remedy = "Give a module's whole name, or a regular expression that matches it."
+            raise ConfigError(what, field="fsdp_config.ignored_modules", value=pattern, remedy=remedy)
         found.update(param for module in modules for param in module.parameters())
     for name, param in model.named_parameters():
         if param in found and param.requires_grad:
-            raise ConfigError(
-                f"The parameter {name} is trained, but its gradient would not be exchanged.",
-                field="fsdp_config.ignored_modules",
-                value=list(patterns),
-                remedy="Freeze the parameter, or do not ignore its module.",
-            )
+            what = f"The parameter {name} is trained, but its gradient would not be exchanged."
+            remedy = "Freeze the parameter, or do not ignore its module."
+            raise ConfigError(what, field="fsdp_config.ignored_modules", value=list(patterns), remedy=remedy)
         if param.ndim == 0 and param not in found:
-            raise ConfigError(
-                f"The parameter {name} has no dimension that could be sharded.",
-                field="model",
-                value=type(model).__name__,
-                remedy="Give the parameter the shape [1], or freeze it.",
-            )
+            what = f"The parameter {name} has no dimension that could be sharded."
+            remedy = "Give the parameter the shape [1], or freeze it."
+            raise ConfigError(what, field="model", value=type(model).__name__, remedy=remedy)
     return found

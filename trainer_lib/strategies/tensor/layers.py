@@ -63,30 +63,21 @@ def plan_layers(model: nn.Module, given: Mapping[str, str] | None, parts: int) -
     """Return the style of every layer that is divided into `parts`, by the module's name. Raises ConfigError."""
     plan = given if given is not None else getattr(model, "tp_plan", None)
     if not plan:
-        raise ConfigError(
-            f"The model {type(model).__name__} does not say how its layers can be divided (tp_plan).",
-            field=_FIELD,
-            value="none",
-            remedy='Give patterns and styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.',
-        )
+        what = f"The model {type(model).__name__} does not say how its layers can be divided (tp_plan)."
+        remedy = 'Give patterns and styles, such as {"layers.*.up": "colwise", "layers.*.down": "rowwise"}.'
+        raise ConfigError(what, field=_FIELD, value="none", remedy=remedy)
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
         wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
         names = [name for name in modules if wanted.fullmatch(name)]
         if not names and given is not None:
-            raise ConfigError(
-                "This matches no module of the model.",
-                field=f"{_FIELD}.{pattern}",
-                remedy=f"Its modules are {', '.join(list(modules)[1:6])}, …",
-            )
+            remedy = f"Its modules are {', '.join(list(modules)[1:6])}, …"
+            raise ConfigError("This matches no module of the model.", field=f"{_FIELD}.{pattern}", remedy=remedy)
         if names and style not in STYLES:
-            raise ConfigError(
-                f"The model's own plan divides {names[0]} in a way that is not served.",
-                field=_FIELD,
-                value=style,
-                remedy="Use shard, which divides every parameter, or give a plan without these layers.",
-            )
+            what = f"The model's own plan divides {names[0]} in a way that is not served."
+            remedy = "Use shard, which divides every parameter, or give a plan without these layers."
+            raise ConfigError(what, field=_FIELD, value=style, remedy=remedy)
         styles.update(dict.fromkeys(names, style))
     _check_heads(model, parts)
     for name, style in styles.items():
@@ -101,12 +92,8 @@ def _check_heads(model: nn.Module, parts: int) -> None:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % parts:
             possible = [size for size in range(parts, 0, -1) if heads % size == 0]
-            raise ConfigError(
-                f"The model's {heads} heads ({name}) cannot be divided among {parts} processes.",
-                field="parallelism.tensor",
-                value=parts,
-                remedy=f"Give {possible[0]}.",
-            )
+            what = f"The model's {heads} heads ({name}) cannot be divided among {parts} processes."
+            raise ConfigError(what, field="parallelism.tensor", value=parts, remedy=f"Give {possible[0]}.")
 
 
 def _check_layer(name: str, layer: nn.Module, style: str, parts: int) -> None:
@@ -114,21 +101,15 @@ def _check_layer(name: str, layer: nn.Module, style: str, parts: int) -> None:
         return
     wanted = nn.Embedding if style.startswith("embedding") else nn.Linear
     if not isinstance(layer, wanted):
-        raise ConfigError(
-            f"This style divides layers of the class {wanted.__name__} only.",
-            field=f"{_FIELD}.{name}",
-            value=f"{style} for a {type(layer).__name__}",
-            remedy=f"Choose from {', '.join(STYLES)}, or leave the layer whole.",
-        )
+        what = f"This style divides layers of the class {wanted.__name__} only."
+        remedy = f"Choose from {', '.join(STYLES)}, or leave the layer whole."
+        raise ConfigError(what, field=f"{_FIELD}.{name}", value=f"{style} for a {type(layer).__name__}", remedy=remedy)
     # A gathered output may have a shorter last part; what other layers take apart may not.
     size = getattr(layer, {"colwise": "out_features", "rowwise": "in_features"}.get(style, ""), 0)
     if size % parts:
-        raise ConfigError(
-            f"The {size} features of {name} cannot be divided among {parts} processes.",
-            field="parallelism.tensor",
-            value=parts,
-            remedy="Give a divisor, or leave the layer out of the plan.",
-        )
+        what = f"The {size} features of {name} cannot be divided among {parts} processes."
+        remedy = "Give a divisor, or leave the layer out of the plan."
+        raise ConfigError(what, field="parallelism.tensor", value=parts, remedy=remedy)
 
 
 def _without_half_tied(model: nn.Module, styles: dict[str, str]) -> dict[str, str]:

@@ -184,22 +184,15 @@ def plan_experts(model: nn.Module, parts: int) -> list[str]:
         if any(pattern.fullmatch(name) for pattern in patterns) and hasattr(module, "_is_expert_parallel")
     }
     if not experts:
-        raise ConfigError(
-            f"The model {type(model).__name__} has no experts that can be divided (ep_plan).",
-            field=_EXPERTS,
-            value=parts,
-            remedy="Use shard, or a mixture model of transformers such as Mixtral or Qwen3-MoE.",
-        )
+        what = f"The model {type(model).__name__} has no experts that can be divided (ep_plan)."
+        remedy = "Use shard, or a mixture model of transformers such as Mixtral or Qwen3-MoE."
+        raise ConfigError(what, field=_EXPERTS, value=parts, remedy=remedy)
     for module in experts.values():
         number = int(module.num_experts)
         if number % parts:
             possible = next(size for size in range(parts, 0, -1) if number % size == 0)
-            raise ConfigError(
-                f"The model's {number} experts cannot be divided among {parts} processes.",
-                field=_EXPERTS,
-                value=parts,
-                remedy=f"Give {possible}.",
-            )
+            what = f"The model's {number} experts cannot be divided among {parts} processes."
+            raise ConfigError(what, field=_EXPERTS, value=parts, remedy=f"Give {possible}.")
     return list(experts)
 
 

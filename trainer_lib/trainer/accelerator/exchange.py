@@ -43,12 +43,9 @@ def replace_leaves(tree: Any, function: Callable[[torch.Tensor], Any], *, field:
     try:
         return recursively_apply(function, tree, error_on_other_type=True)
     except TypeError as error:
-        raise ConfigError(
-            "Only tensors, and lists, tuples and mappings of tensors, can be exchanged.",
-            field=field,
-            value=type(tree).__name__,
-            remedy="Use gather_for_metrics for other objects.",
-        ) from error
+        what = "Only tensors, and lists, tuples and mappings of tensors, can be exchanged."
+        remedy = "Use gather_for_metrics for other objects."
+        raise ConfigError(what, field=field, value=type(tree).__name__, remedy=remedy) from error
 
 
 class Exchange:
@@ -73,12 +70,8 @@ class Exchange:
         table = np.zeros((self._comm.world_size, len(leaves), _ROW), dtype=np.int64)
         for row, leaf in zip(table[self._comm.rank], leaves, strict=True):
             if leaf.ndim > _MOST_DIMENSIONS:
-                raise ConfigError(
-                    f"A tensor of more than {_MOST_DIMENSIONS} dimensions cannot be exchanged.",
-                    field="tensor",
-                    value=tuple(leaf.shape),
-                    remedy="Reshape it before.",
-                )
+                what = f"A tensor of more than {_MOST_DIMENSIONS} dimensions cannot be exchanged."
+                raise ConfigError(what, field="tensor", value=tuple(leaf.shape), remedy="Reshape it before.")
             row[:3] = contributes, _DTYPES.index(leaf.dtype), leaf.ndim
             row[3 : 3 + leaf.ndim] = leaf.shape
         # A sum of one rank's own rows and of zeros.
@@ -89,12 +82,9 @@ class Exchange:
         present = [row for row in rows if row[0]] or [rows[self._comm.rank]]
         shapes = [tuple(int(size) for size in row[3 : 3 + row[2]]) for row in present]
         if len({(int(row[1]), shape[1:], len(shape)) for row, shape in zip(present, shapes, strict=True)}) > 1:
-            raise ConfigError(
-                f"The tensors differ between the processes: {', '.join(map(str, shapes))}.",
-                field=field,
-                value=tuple(leaf.shape),
-                remedy="Call pad_across_processes on the dimensions that differ before.",
-            )
+            what = f"The tensors differ between the processes: {', '.join(map(str, shapes))}."
+            remedy = "Call pad_across_processes on the dimensions that differ before."
+            raise ConfigError(what, field=field, value=tuple(leaf.shape), remedy=remedy)
         dtype, trailing = _DTYPES[int(present[0][1])], shapes[0][1:]
         per_row = math.prod(trailing) * dtype.itemsize
         counts = [int(row[3] if row[2] else 1) if row[0] else 0 for row in rows]

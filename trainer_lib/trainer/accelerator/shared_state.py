@@ -134,12 +134,9 @@ def unwrap(prepared: Any) -> Any:
         return prepared
     given = vars(prepared).get(ORIGINAL)
     if given is None and PartialState().num_processes > 1:
-        raise ConfigError(
-            "Another Accelerator has divided this loader among the processes, and the Trainer would divide it again.",
-            field="get_train_dataloader",
-            value=type(prepared).__name__,
-            remedy="Return the plain DataLoader, or call self.accelerator.prepare.",
-        )
+        what = "Another Accelerator has divided this loader among the processes, and the Trainer would divide it again."
+        remedy = "Return the plain DataLoader, or call self.accelerator.prepare."
+        raise ConfigError(what, field="get_train_dataloader", value=type(prepared).__name__, remedy=remedy)
     return prepared if given is None else given
 
 

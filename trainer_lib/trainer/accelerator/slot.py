@@ -65,12 +65,9 @@ class AcceleratorSlot:
         made: Any = getattr(self._trainer, "accelerator")  # noqa: B009  # collaborators reach it through this slot
         if made is self._made:
             return
-        raise ConfigError(
-            "The Trainer's engine would not follow an Accelerator of your own.",
-            field="create_accelerator_and_postprocess",
-            value=type(made).__name__,
-            remedy="Set accelerator_config and the ddp_* arguments, or change self.accelerator after super().",
-        )
+        what = "The Trainer's engine would not follow an Accelerator of your own."
+        remedy = "Set accelerator_config and the ddp_* arguments, or change self.accelerator after super()."
+        raise ConfigError(what, field="create_accelerator_and_postprocess", value=type(made).__name__, remedy=remedy)
 
     def get(self) -> TrainerAccelerator:
         """The accelerator of this Trainer."""

@@ -128,12 +128,8 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
             engine.backward(loss, gradient)
             return
         if engine.strategy.name == "deepspeed":
-            raise ConfigError(
-                "DeepSpeed's backward does not take this argument.",
-                field="backward",
-                value=", ".join(more),
-                remedy="Remove it.",
-            )
+            what = "DeepSpeed's backward does not take this argument."
+            raise ConfigError(what, field="backward", value=", ".join(more), remedy="Remove it.")
         scaler = engine.precision.scaler
         (loss if scaler is None else scaler.scale(loss)).backward(gradient, **more)
 
@@ -163,12 +159,8 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         if norm_type == 2:
             return strategy.clip_grad_norm(given, max_norm)
         if strategy.places_model:
-            raise ConfigError(
-                "Gradients of sharded parameters have an L2 norm only.",
-                field="norm_type",
-                value=norm_type,
-                remedy="Remove it.",
-            )
+            what = "Gradients of sharded parameters have an L2 norm only."
+            raise ConfigError(what, field="norm_type", value=norm_type, remedy="Remove it.")
         return nn.utils.clip_grad_norm_(given, max_norm, norm_type=norm_type)
 
     @override
@@ -317,12 +309,9 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         """
         places: list[Any] = device_placement or [None] * len(args)
         if len(places) != len(args):
-            raise ConfigError(
-                f"There are {len(args)} objects to prepare.",
-                field="device_placement",
-                value=places,
-                remedy="Give one value for each object, or none at all.",
-            )
+            what = f"There are {len(args)} objects to prepare."
+            remedy = "Give one value for each object, or none at all."
+            raise ConfigError(what, field="device_placement", value=places, remedy=remedy)
         prepared = list(args)
         # A model changes an optimizer's parameters, and a schedule follows an optimizer.
         kinds: list[tuple[type, Any]] = [
@@ -358,12 +347,9 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         if not getattr(model, "_is_accelerate_prepared", False):
             strategy = self._internals.engine.strategy
             if not evaluation_mode and strategy.name in _SHARDING:
-                raise ConfigError(
-                    "The strategy shards one model, the Trainer's, and cannot train a second one.",
-                    field="prepare_model",
-                    value=type(model).__name__,
-                    remedy="Make both parts of one module, or give evaluation_mode=True.",
-                )
+                what = "The strategy shards one model, the Trainer's, and cannot train a second one."
+                remedy = "Make both parts of one module, or give evaluation_mode=True."
+                raise ConfigError(what, field="prepare_model", value=type(model).__name__, remedy=remedy)
             self._place(model, device_placement)
             self._compute_in_precision(model)
             if not evaluation_mode and any(param.requires_grad for param in model.parameters()):
@@ -377,12 +363,9 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         engine, trainer = self._internals.engine, self._trainer
         if not evaluation_mode:
             if engine.strategy.name == "deepspeed" and trainer.model_wrapped is trainer.model:
-                raise ConfigError(
-                    "DeepSpeed makes its engine of the model and its optimizer together, when training begins.",
-                    field="prepare_model",
-                    value=type(model).__name__,
-                    remedy="Call train(), and override training_step or create_optimizer.",
-                )
+                what = "DeepSpeed makes its engine of the model and its optimizer together, when training begins."
+                remedy = "Call train(), and override training_step or create_optimizer."
+                raise ConfigError(what, field="prepare_model", value=type(model).__name__, remedy=remedy)
             return engine.prepare_model()
         if not engine.strategy.places_model:
             self._place(model, placement)
@@ -444,19 +427,12 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
 
     @override
     def save_model(
-        self,
-        model: nn.Module,
-        save_directory: Any,
-        max_shard_size: int | str = "10GB",
-        safe_serialization: bool = True,
+        self, model: nn.Module, save_directory: Any, max_shard_size: int | str = "10GB", safe_serialization: bool = True
     ) -> None:
         """Write a model's weights on the main process. Raises ConfigError."""
         if self._internals.engine.strategy.name in _SHARDING and self.unwrap_model(model) is self._trainer.model:
-            raise ConfigError(
-                "The model is sharded over the processes.",
-                field="save_model",
-                remedy="Call trainer.save_model(folder).",
-            )
+            remedy = "Call trainer.save_model(folder)."
+            raise ConfigError("The model is sharded over the processes.", field="save_model", remedy=remedy)
         super().save_model(model, save_directory, max_shard_size, safe_serialization)
 
     # -- optimizers, schedules, loaders -------------------------------------------------------------------------------

@@ -40,11 +40,9 @@ class StepMethods(TrainerBase):
         internals = self._trainflow
         if isinstance(inputs, MAPPINGS) and not inputs:
             columns = internals.facts.forward.columns
-            raise DataError(
-                f"A batch has nothing that the model takes ({', '.join(columns or ()) or 'no parameter'}).",
-                field="train_dataset",
-                remedy="Name the columns like the parameters of the model's forward, or give a data_collator.",
-            )
+            what = f"A batch has nothing that the model takes ({', '.join(columns or ()) or 'no parameter'})."
+            remedy = "Name the columns like the parameters of the model's forward, or give a data_collator."
+            raise DataError(what, field="train_dataset", remedy=remedy)
         inputs, past = self._prepare_input(inputs), internals.forward.past
         if past is not None and isinstance(inputs, MAPPINGS):
             inputs = {**inputs, "mems": past}  # transformers' Trainer passes it under this name
@@ -214,12 +212,8 @@ class StepMethods(TrainerBase):
             # By identity: `in` on a list of tensors compares their values.
             if any(param is wanted for param in group["params"]):
                 return group
-        raise ConfigError(
-            "The optimizer does not hold the parameter.",
-            field="param",
-            value=str(param),
-            remedy="Give one that is trained.",
-        )
+        remedy = "Give one that is trained."
+        raise ConfigError("The optimizer does not hold the parameter.", field="param", value=str(param), remedy=remedy)
 
     def _get_learning_rate(self) -> Any:
         """The learning rate that is logged, of the first group: a number or, for some optimizers, a 0-dim tensor."""

@@ -134,12 +134,8 @@ class Restore:
             foreign = list_foreign(self._internals.checkpoints.root())
             but = f", but one that another program wrote ({foreign[0]})" if foreign else ""
             remedy = 'Give "auto" to start from the beginning when there is none, or the URL of one.'
-            raise ConfigError(
-                f"No checkpoint is in {trainer._get_output_dir(trainer._trial)}{but}.",
-                field=_FIELD,
-                value=True,
-                remedy=IMPORT if foreign else remedy,
-            )
+            what = f"No checkpoint is in {trainer._get_output_dir(trainer._trial)}{but}."
+            raise ConfigError(what, field=_FIELD, value=True, remedy=IMPORT if foreign else remedy)
         return url
 
     def newest_good(self, step: int) -> str | None:
@@ -234,12 +230,9 @@ class Restore:
         keep: set[str] = set()
         if (frozen := loaded.commit.meta.get("frozen")) is not None:
             if frozen != snapshots.frozen_fingerprint(again=True):
-                raise ConfigError(
-                    "The adapters were trained on other base weights than this model has.",
-                    field=_FIELD,
-                    value=loaded.url,
-                    remedy="Put them on the base they were trained on.",
-                )
+                what = "The adapters were trained on other base weights than this model has."
+                remedy = "Put them on the base they were trained on."
+                raise ConfigError(what, field=_FIELD, value=loaded.url, remedy=remedy)
             state = strategy.local_state(target)
             keep = state.keys() - models.trained_state(target, state).keys()
         # `keep`: the frozen base, which the checkpoint leaves out by design.
@@ -336,12 +329,9 @@ class Restore:
         """Raise ConfigError for the state of a class that has no base in common with the optimizer's."""
         now, then = self._internals.engine.optimizer_classes(), loaded.commit.meta.get("optimizer")
         if now and then and not {*now} & {*then}:
-            raise ConfigError(
-                f"The checkpoint holds the state of {then[0]}.",
-                field="optimizer",
-                value=now[0],
-                remedy=f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one.",
-            )
+            what = f"The checkpoint holds the state of {then[0]}."
+            remedy = f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one."
+            raise ConfigError(what, field="optimizer", value=now[0], remedy=remedy)
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The optimizer steps to do in all, after a change of the global batch if there is one. Raises ConfigError."""

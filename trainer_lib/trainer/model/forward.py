@@ -65,12 +65,9 @@ class LossRule:
             scale = LossScale.STEP if stated else LossScale.BATCH
             return cls(scale, scale, **given)
         if func is not None and not callable(func) and not computes_own:
-            raise ConfigError(
-                "The loss function cannot be called.",
-                field="compute_loss_func",
-                value=type(func).__name__,
-                remedy="Give a function of (outputs, labels, num_items_in_batch).",
-            )
+            what = "The loss function cannot be called."
+            remedy = "Give a function of (outputs, labels, num_items_in_batch)."
+            raise ConfigError(what, field="compute_loss_func", value=type(func).__name__, remedy=remedy)
         names = set(_names_read([func], type(trainer)))
         if computes_own:
             names |= set(_names_read(_overrides(trainer, "compute_loss"), type(trainer)))
@@ -147,12 +144,8 @@ class Forward:
         place = index - (0 if has_loss else 1)  # `past_index` counts the loss even where it is absent
         if isinstance(values, torch.Tensor) or not 0 <= place < len(values):
             count = "one tensor" if isinstance(values, torch.Tensor) else f"{len(values)} values"
-            raise ConfigError(
-                f"The model returns {count}: none of them is at that position.",
-                field="past_index",
-                value=index,
-                remedy="Count from the loss, which is position 0.",
-            )
+            what = f"The model returns {count}: none of them is at that position."
+            raise ConfigError(what, field="past_index", value=index, remedy="Count from the loss, which is position 0.")
         self.past = nested.detach(values[place])
 
     def call(self, model: nn.Module, inputs: Any) -> Any:
@@ -179,12 +172,9 @@ class Forward:
         shifts = forward.shifts_labels and not forward.has_prompt
         items = count_items(inputs, self._trainer.label_names, shifts=shifts, samples=samples)
         if items is None:
-            raise DataError(
-                "The samples of the batch cannot be counted, so its loss would have no weight.",
-                field="data_collator",
-                value=type(inputs).__name__,
-                remedy="Give the batch a __len__ that counts its samples, or its DataLoader a batch_size.",
-            )
+            what = "The samples of the batch cannot be counted, so its loss would have no weight."
+            remedy = "Give the batch a __len__ that counts its samples, or its DataLoader a batch_size."
+            raise DataError(what, field="data_collator", value=type(inputs).__name__, remedy=remedy)
         return items
 
     # -- the loss -----------------------------------------------------------------------------------------------------
@@ -417,8 +407,5 @@ def loss_of(outputs: Any, inputs: Any) -> torch.Tensor:
         got = "only " + ", ".join(map(str, outputs))
     else:
         got = "none" if hasattr(outputs, "__len__") else f"{type(outputs).__name__}, neither a mapping nor a tuple"
-    raise ConfigError(
-        f"The model returned no loss but {got}; it was given {given}.",
-        field="model",
-        remedy="Return the loss first when labels are given (and give labels), or pass compute_loss_func.",
-    )
+    remedy = "Return the loss first when labels are given (and give labels), or pass compute_loss_func."
+    raise ConfigError(f"The model returned no loss but {got}; it was given {given}.", field="model", remedy=remedy)

@@ -127,12 +127,9 @@ def refuse_untrainable(model: nn.Module) -> None:
     quantizer = getattr(model, "hf_quantizer", None)
     if getattr(quantizer, "is_qat_trainable", False):
         return
-    raise ConfigError(
-        "The model is quantised, and whole numbers have no gradient, so it cannot be trained.",
-        field="model",
-        value=type(model).__name__,
-        remedy="Put adapters on top: peft.get_peft_model(model, LoraConfig(...)).",
-    )
+    what = "The model is quantised, and whole numbers have no gradient, so it cannot be trained."
+    remedy = "Put adapters on top: peft.get_peft_model(model, LoraConfig(...))."
+    raise ConfigError(what, field="model", value=type(model).__name__, remedy=remedy)
 
 
 # -- what is saved of it -----------------------------------------------------------------------------------------------
@@ -320,12 +317,9 @@ def enable_gradient_checkpointing(model: nn.Module, kwargs: dict[str, Any] | Non
             _refuse_checkpointing_names(settings)
         own[bundle] = settings
     elif kwargs and settings.keys() & kwargs.keys():
-        raise ConfigError(
-            f"The model's {enable.__name__}() takes no such settings.",
-            field="gradient_checkpointing_kwargs",
-            value=kwargs,
-            remedy="Remove them, or let it take gradient_checkpointing_kwargs.",
-        )
+        what = f"The model's {enable.__name__}() takes no such settings."
+        remedy = "Remove them, or let it take gradient_checkpointing_kwargs."
+        raise ConfigError(what, field="gradient_checkpointing_kwargs", value=kwargs, remedy=remedy)
     try:
         enable(**own)
     except ValueError as error:  # transformers' models that have no support
@@ -356,12 +350,8 @@ def checkpointing_switch(model: nn.Module) -> Callable[..., Any]:
 
 
 def _no_checkpointing(why: str) -> ConfigError:
-    return ConfigError(
-        why,
-        field="gradient_checkpointing",
-        value=True,
-        remedy='Give gradient_checkpointing_kwargs={"every": 1}, or add gradient_checkpointing_enable() to the model.',
-    )
+    remedy = 'Give gradient_checkpointing_kwargs={"every": 1}, or add gradient_checkpointing_enable() to the model.'
+    return ConfigError(why, field="gradient_checkpointing", value=True, remedy=remedy)
 
 
 def check_settings(model: nn.Module, args: TrainingArguments) -> None:
@@ -395,39 +385,25 @@ def liger_kernels(model: nn.Module, config: dict[str, bool] | None) -> Any:
     """The module of liger_kernel that replaces layers of a model. Raises MissingExtraError and ConfigError."""
     inner = innermost(model)
     if not is_transformers(inner):
-        raise ConfigError(
-            "Liger kernels replace layers of transformers models only.",
-            field="use_liger_kernel",
-            value=type(inner).__name__,
-            remedy="Remove it.",
-        )
+        what = "Liger kernels replace layers of transformers models only."
+        raise ConfigError(what, field="use_liger_kernel", value=type(inner).__name__, remedy="Remove it.")
     try:
         kernels = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
-        raise MissingExtraError(
-            f"The package liger-kernel is needed ({error}).",
-            field="use_liger_kernel",
-            value=True,
-            remedy="Install it: pip install liger-kernel.",
-        ) from error
+        what = f"The package liger-kernel is needed ({error})."
+        remedy = "Install it: pip install liger-kernel."
+        raise MissingExtraError(what, field="use_liger_kernel", value=True, remedy=remedy) from error
     kind = getattr(getattr(inner, "config", None), "model_type", None)
     known = kernels.MODEL_TYPE_TO_APPLY_LIGER_FN
     if kind not in known:
-        raise ConfigError(
-            f"There are no kernels for {kind!r} models.",
-            field="use_liger_kernel",
-            value=True,
-            remedy="Remove it.",
-        )
+        what = f"There are no kernels for {kind!r} models."
+        raise ConfigError(what, field="use_liger_kernel", value=True, remedy="Remove it.")
     options = inspect.signature(known[kind]).parameters
     for name in config or {}:
         if name not in options:
             offered = ", ".join(option for option in options if option != "model")
-            raise ConfigError(
-                f"The kernel does not exist for {kind!r} models.",
-                field=f"liger_kernel_config.{name}",
-                remedy=f"There are {offered}.",
-            )
+            what = f"The kernel does not exist for {kind!r} models."
+            raise ConfigError(what, field=f"liger_kernel_config.{name}", remedy=f"There are {offered}.")
     return kernels
 
 
@@ -445,12 +421,9 @@ def input_embedding(model: nn.Module, alpha: float) -> nn.Module:
         embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
         found = embeddings[0] if len(embeddings) == 1 else None
     if not isinstance(found, nn.Module):
-        raise ConfigError(
-            "It is not clear which embedding of the model to add noise to.",
-            field="neftune_noise_alpha",
-            value=alpha,
-            remedy="Remove it, or give the model get_input_embeddings().",
-        )
+        what = "It is not clear which embedding of the model to add noise to."
+        remedy = "Remove it, or give the model get_input_embeddings()."
+        raise ConfigError(what, field="neftune_noise_alpha", value=alpha, remedy=remedy)
     return found
 
 
@@ -508,11 +481,9 @@ class ForwardInfo:
         if not unknown and not missing:
             return None
         takes = ", ".join(self.columns or self.required)
-        return ConfigError(
-            f"The batch has {', '.join(names)}; the model's forward takes {takes}.",
-            field="model",
-            remedy="Let collate (the data_collator) name its tensors like the parameters of forward.",
-        )
+        what = f"The batch has {', '.join(names)}; the model's forward takes {takes}."
+        remedy = "Let collate (the data_collator) name its tensors like the parameters of forward."
+        return ConfigError(what, field="model", remedy=remedy)
 
 
 def _label_names(model: nn.Module, named: tuple[str, ...]) -> tuple[str, ...]:
