@@ -83,26 +83,20 @@ class ProcessState:
 
 
 #: Member of `accelerate.PartialState` that is read off the arguments.
-_PROCESS: Mapping[str, Callable[[ArgumentMembers], Any]] = {
-    "num_processes": lambda args: args.world_size,
-    "process_index": lambda args: args.process_index,
-    "local_process_index": lambda args: args.local_process_index,
-    "device": lambda args: args.device,
-    "use_distributed": lambda args: args.world_size > 1,
-    "is_main_process": lambda args: args.process_index == 0,
-    "is_local_main_process": lambda args: args.local_process_index == 0,
-    "is_last_process": lambda args: args.process_index == args.world_size - 1,
+_PROCESS: Mapping[str, Callable[[ProcessState], Any]] = {
+    "num_processes": lambda state: state._args.world_size,
+    "process_index": lambda state: state._args.process_index,
+    "local_process_index": lambda state: state._args.local_process_index,
+    "device": lambda state: state._args.device,
+    "use_distributed": lambda state: state._args.world_size > 1,
+    "is_main_process": lambda state: state._args.process_index == 0,
+    "is_local_main_process": lambda state: state._args.local_process_index == 0,
+    "is_last_process": lambda state: state._args.process_index == state._args.world_size - 1,
     # The processes can communicate, which a single one always can.
-    "initialized": lambda args: args.world_size == 1 or _group_is_formed(),
+    "initialized": lambda state: state._args.world_size == 1 or _group_is_formed(),
 }
-
-
-def _process_member(name: str) -> property:
-    return property(lambda state: _PROCESS[name](state._args))
-
-
-for _name in _PROCESS:
-    setattr(ProcessState, _name, _process_member(_name))
+for _name, _read in _PROCESS.items():
+    setattr(ProcessState, _name, property(_read))
 
 
 class ZeroPlugin:

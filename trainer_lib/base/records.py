@@ -23,6 +23,7 @@ class Dataclass(Protocol):
 
 
 T = TypeVar("T", bound=Dataclass)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def to_record(value: Dataclass) -> dict[str, Any]:
@@ -51,11 +52,6 @@ def from_record(kind: type[T], record: object, *, name: str = "", ignore_unknown
 
 def _is_required(field: Field[Any]) -> bool:
     return field.default is MISSING and field.default_factory is MISSING
-
-
-@functools.cache
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    return typing.get_type_hints(kind)
 
 
 def _encoded(value: Any) -> Any:

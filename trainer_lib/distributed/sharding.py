@@ -11,7 +11,7 @@ import itertools
 import math
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeGuard, runtime_checkable
 
@@ -227,15 +227,15 @@ class LazyTensors(Mapping[str, Tensor]):
 
 
 class GatheredTensors(LazyTensors):
-    """Sharded tensors that are gathered when they are asked for; values only where `keep` is true.
+    """Sharded tensors that `gather` makes whole when they are asked for.
 
     Asking is collective: every rank asks for the same names in the same order. Tied names share one tensor, which is
     gathered once.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], *, keep: bool) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], gather: Callable[[Tensor], Tensor]) -> None:
         super().__init__(tensors)
-        self._tensors, self._keep = tensors, keep
+        self._tensors, self._gather = tensors, gather
         self._ties = Counter(id(tensor) for tensor in tensors.values())
         # Only tied tensors are kept: the others must be freed as soon as they are written.
         self._tied: dict[int, Tensor] = {}
@@ -243,17 +243,20 @@ class GatheredTensors(LazyTensors):
     @override
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name]
-        if id(tensor) in self._tied:
-            return self._tied[id(tensor)]
-        gathered = tensor.detach()
-        if is_sharded(gathered):
-            # Whole on every process's device for a moment.
-            gathered = gathered.full_tensor().to("cpu" if self._keep else "meta")
-        elif not self._keep:
-            gathered = gathered.to("meta")
-        if self._ties[id(tensor)] > 1:
-            self._tied[id(tensor)] = gathered
-        return gathered
+        if self._ties[id(tensor)] == 1:
+            return self._gather(tensor)
+        if id(tensor) not in self._tied:
+            self._tied[id(tensor)] = self._gather(tensor)
+        return self._tied[id(tensor)]
+
+
+def gather_whole(tensor: Tensor, *, keep: bool) -> Tensor:
+    """A tensor `[...]` whole, with values only where `keep` is true. Collective for a sharded one."""
+    whole = tensor.detach()
+    if is_sharded(whole):
+        # On every process's device for a moment.
+        return whole.full_tensor().to("cpu" if keep else "meta")
+    return whole if keep else whole.to("meta")
 
 
 class BroadcastTensors(LazyTensors):

@@ -79,7 +79,7 @@ def compute_and_reset(metric: Any) -> Any:
     parts: list[Any] = [part for part in modules if hasattr(part, "distributed_available_fn")]
     before = [part.distributed_available_fn for part in parts]
     for part in parts:
-        part.distributed_available_fn = _return_false
+        part.distributed_available_fn = lambda: False
     try:
         value = metric.compute()
     finally:
@@ -87,10 +87,6 @@ def compute_and_reset(metric: Any) -> Any:
             part.distributed_available_fn = function
     metric.reset()
     return value
-
-
-def _return_false() -> bool:
-    return False
 
 
 def compute_on_rank_zero(comm: Communicator, compute: Callable[[], dict[str, Any]]) -> dict[str, float]:

@@ -29,7 +29,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.base import Strategy, cannot_predict_alone
 from trainer_lib.strategies.ddp import DdpStrategy
 from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
-from trainer_lib.strategies.tensor.layers import PartStreams, exchange
+from trainer_lib.strategies.tensor.layers import Group, PartStreams, exchange
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -191,7 +191,9 @@ class DividedTokens:
             shift_labels=self.part_of_targets(labels.to(ids.device), _NO_TARGET),
         )
         logits = outputs.logits if self.returned_part else self._join(outputs.logits, length)
-        return self._with(outputs, loss=exchange(share, self._sum, self._scale_gradient), logits=logits)
+        # As DDP averages it, the gradient of a share is multiplied.
+        loss = exchange(share, Group(self._group, self._rank, self._size).sum, lambda gradient: gradient * self._size)
+        return self._with(outputs, loss=loss, logits=logits)
 
     def _with(self, outputs: Any, **values: Any) -> Any:
         return type(outputs)(**{**outputs, **values})
@@ -311,16 +313,6 @@ class DividedTokens:
     def _part_of_gradient(self, whole: Tensor) -> Tensor:
         """The gradient of this process's part, as DDP averages it: ``[batch, tokens, classes]`` to its part."""
         return whole.chunk(self._size, dim=1)[self._rank] * self._size
-
-    def _sum(self, share: Tensor) -> Tensor:
-        """The sum over the group ``[]``. Collective."""
-        total = share.detach().clone()
-        dist.all_reduce(total, group=self._group)
-        return total
-
-    def _scale_gradient(self, gradient: Tensor) -> Tensor:
-        """The gradient of a share ``[]``, as DDP averages it."""
-        return gradient * self._size
 
 
 def _attend(

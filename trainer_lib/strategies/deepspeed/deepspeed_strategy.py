@@ -23,7 +23,6 @@ import logging
 import os
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -38,6 +37,7 @@ from trainer_lib.arguments.members import ZeroPlugin
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import Precision
+from trainer_lib.distributed.sharding import GatheredTensors
 from trainer_lib.errors import ConfigError, InfrastructureError, MissingExtraError
 from trainer_lib.secrets import mask_value
 from trainer_lib.strategies.base import Strategy, cannot_predict_alone, match_names
@@ -364,12 +364,12 @@ class DeepSpeedStrategy(Strategy):
     @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors that are gathered to the first rank when read, in the number formats of the given model."""
-        return _Gathered(tensors, lambda part: self._whole(part).to(self._given_dtypes.get(id(part), part.dtype)))
+        return GatheredTensors(tensors, lambda part: self._whole(part).to(self._given_dtypes.get(id(part), part.dtype)))
 
     @override
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return tensors that are gathered to the first rank when read, at the masters' precision. Collective."""
-        return dict(_Gathered(tensors, self._whole))
+        return dict(GatheredTensors(tensors, self._whole))
 
     def _whole(self, value: Tensor) -> Tensor:
         divided = hasattr(value, "ds_id")  # DeepSpeed marks the parameters that it shards
@@ -387,7 +387,7 @@ class DeepSpeedStrategy(Strategy):
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
         """Copy `state` into model and masters; a tied weight may be given under one of its names only. Collective."""
         own = self.local_state(model)
-        known = match_names(own, state, keep, _shape)
+        known = match_names(own, state, keep, lambda part: tuple(getattr(part, "ds_shape", part.shape)))
         self._masters = {}
         for first, name in known.items():
             value = state[name]
@@ -445,34 +445,6 @@ class DeepSpeedStrategy(Strategy):
         if self._engine is None:
             raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
         return self._engine
-
-
-class _Gathered(Mapping[str, Tensor]):
-    """Tensors that are gathered when they are read; tied names give one tensor, gathered once."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], whole: Callable[[Tensor], Tensor]) -> None:
-        self._tensors, self._make = tensors, whole
-        self._ties = Counter(id(tensor) for tensor in tensors.values())
-        self._tied: dict[int, Tensor] = {}
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor = self._tensors[name]
-        if id(tensor) not in self._tied:
-            made = self._make(tensor)
-            if self._ties[id(tensor)] == 1:
-                return made
-            self._tied[id(tensor)] = made
-        return self._tied[id(tensor)]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-
-def _shape(value: Tensor) -> tuple[int, ...]:
-    return tuple(getattr(value, "ds_shape", value.shape))
 
 
 def _detach(value: Tensor, keeps: bool) -> Tensor:

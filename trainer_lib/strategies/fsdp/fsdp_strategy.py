@@ -22,6 +22,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -417,7 +418,7 @@ class FsdpStrategy(Strategy):
     @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return tensors that are gathered to the first rank when read."""
-        return sharding.GatheredTensors(tensors, keep=self.comm.rank == 0)
+        return sharding.GatheredTensors(tensors, partial(sharding.gather_whole, keep=self.comm.rank == 0))
 
     @override
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
