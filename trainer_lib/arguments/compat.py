@@ -102,11 +102,6 @@ def _into(target: str, key: str) -> Callable[[Any], Changes]:
     return lambda value: {target: {key: value}}
 
 
-def _wrap_classes(value: Any) -> Changes:
-    # The old argument held one class, the new one holds a list.
-    return {"fsdp_config": {"transformer_layer_cls_to_wrap": value if isinstance(value, list) else [value]}}
-
-
 def _switch(new: str, value: Any, read: Callable[[Any], bool]) -> OldName:
     """A flag that stands for one value of the argument `new`."""
     use = f"{new}={json.dumps(value)}"
@@ -152,7 +147,10 @@ OLD_NAMES: Mapping[str, OldName] = {
         'fsdp_config={"min_num_params": …}', (0,), _into("fsdp_config", "min_num_params"), read=lambda args: 0
     ),
     "fsdp_transformer_layer_cls_to_wrap": OldName(
-        'fsdp_config={"transformer_layer_cls_to_wrap": […]}', (None,), _wrap_classes
+        'fsdp_config={"transformer_layer_cls_to_wrap": […]}',
+        (None,),
+        # The old argument held one class, the new one holds a list.
+        lambda value: {"fsdp_config": {"transformer_layer_cls_to_wrap": value if isinstance(value, list) else [value]}},
     ),
     "dispatch_batches": OldName(
         'accelerator_config={"dispatch_batches": …}', (None,), _into("accelerator_config", "dispatch_batches")

@@ -190,10 +190,7 @@ def first_host(nodes: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """Return the network interface that has the address `host` or leads to it; None when it cannot be found.
-
-    Without it Gloo and NCCL resolve this machine's own name, which often leads to another interface.
-    """
+    """The network interface that leads to `host`, or None; Gloo and NCCL resolve this machine's own name instead."""
     import psutil
 
     try:

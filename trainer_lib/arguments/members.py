@@ -239,7 +239,7 @@ class ArgumentMembers(ArgumentGroups):
         return (self.local_process_index if self.save_on_each_node else self.process_index) == 0
 
     def get_process_log_level(self) -> int:
-        """Return the `logging` level of this process: `log_level` on the main one, else `log_level_replica`.
+        """The `logging` level of this process: `log_level` on the main one, else `log_level_replica`.
 
         "passive" is the level that TRANSFORMERS_VERBOSITY names, else info on the main process and warning on others.
         """

@@ -241,19 +241,12 @@ def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
             f'Give {steps} above 0, or {name}_strategy="no".',
         )
     for half, bfloat in (("fp16", "bf16"), ("fp16_full_eval", "bf16_full_eval")):
-        yield (
-            getattr(args, half) and getattr(args, bfloat),
-            half,
-            f"This cannot be on together with {bfloat}: one number format at a time.",
-            f"Keep {bfloat} (wider range, no loss scaling) or {half}.",
-        )
+        what = f"This cannot be on together with {bfloat}: one number format at a time."
+        remedy = f"Keep {bfloat} (wider range, no loss scaling) or {half}."
+        yield getattr(args, half) and getattr(args, bfloat), half, what, remedy
     yield from _about_float8(args)
-    yield (
-        args.loss_spike_sigma is not None and args.save_only_model,
-        "loss_spike_sigma",
-        "A loss spike goes back to a checkpoint, and save_only_model leaves out what training continues from.",
-        "Remove one of the two.",
-    )
+    what = "A loss spike goes back to a checkpoint, and save_only_model leaves out what training continues from."
+    yield args.loss_spike_sigma is not None and args.save_only_model, "loss_spike_sigma", what, "Remove one of the two."
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
         alone = "This has an effect only with processes that load data."
         remedy = "Give dataloader_num_workers above 0, or remove it."
@@ -266,31 +259,22 @@ def _about_the_best_model(args: ArgumentGroups) -> Iterator[_Finding]:
     save, evaluation = args.save_steps, args.eval_steps or 0
     is_best = args.save_strategy == SaveStrategy.BEST  # a save follows its evaluation: the intervals need not match
     needs = "load_best_model_at_end needs"
-    yield (
-        is_best and args.metric_for_best_model is None,
-        "metric_for_best_model",
-        'With save_strategy = "best", a metric must decide which checkpoint is best.',
-        'Give a metric\'s name, such as "loss" or "accuracy".',
-    )
+    what = 'With save_strategy = "best", a metric must decide which checkpoint is best.'
+    remedy = 'Give a metric\'s name, such as "loss" or "accuracy".'
+    yield is_best and args.metric_for_best_model is None, "metric_for_best_model", what, remedy
     name = "save_strategy" if is_best else "load_best_model_at_end"
     if is_best or args.load_best_model_at_end:
         _demand_evaluation(args, name, str(getattr(args, name)))
     if is_best or not args.load_best_model_at_end:
         return
-    yield (
-        str(args.eval_strategy) != str(args.save_strategy),
-        "save_strategy",
-        f"{needs} a checkpoint per evaluation, but eval_strategy = {args.eval_strategy}.",
-        f'Give save_strategy="{args.eval_strategy}" or "best".',
-    )
+    what = f"{needs} a checkpoint per evaluation, but eval_strategy = {args.eval_strategy}."
+    remedy = f'Give save_strategy="{args.eval_strategy}" or "best".'
+    yield str(args.eval_strategy) != str(args.save_strategy), "save_strategy", what, remedy
     if args.eval_strategy != IntervalStrategy.STEPS:
         return
-    yield (
-        (save < 1) != (evaluation < 1),
-        "save_steps",
-        f"load_best_model_at_end cannot compare a share with a number of steps (eval_steps = {evaluation}).",
-        "Give both as numbers of steps, or both as shares below 1.",
-    )
+    what = f"load_best_model_at_end cannot compare a share with a number of steps (eval_steps = {evaluation})."
+    remedy = "Give both as numbers of steps, or both as shares below 1."
+    yield (save < 1) != (evaluation < 1), "save_steps", what, remedy
     yield (
         # Fractions, because 0.3 is not a multiple of 0.1 in binary floating point.
         Fraction(str(save)) % Fraction(str(evaluation)),
@@ -304,12 +288,8 @@ def _about_sharding(args: ArgumentGroups) -> Iterator[_Finding]:
     both = "This cannot be used together with deepspeed: one strategy shards the model."
     yield args.fsdp and args.deepspeed, "fsdp", both, "Keep one of them."
     modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
-    yield (
-        args.fsdp and len(modes) != 1,
-        "fsdp",
-        "This needs exactly one way of sharding.",
-        "Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard.",
-    )
+    remedy = "Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard."
+    yield args.fsdp and len(modes) != 1, "fsdp", "This needs exactly one way of sharding.", remedy
 
 
 def _float8_recipe(given: Any) -> Any:
@@ -334,12 +314,8 @@ def _float8_recipe(given: Any) -> Any:
 def _about_float8(args: ArgumentGroups) -> Iterator[_Finding]:
     yield args.fp8 not in (None, *_FLOAT8_RECIPES), "fp8", _NO_RECIPE, _RECIPES
     yield args.fp8 and not args.bf16, "fp8", "What is not multiplied in float8 needs bfloat16.", "Give bf16=True too."
-    yield (
-        args.fp8 and args.deepspeed,
-        "fp8",
-        "DeepSpeed keeps the weights in its own number format.",
-        "Give fsdp instead of deepspeed.",
-    )
+    what = "DeepSpeed keeps the weights in its own number format."
+    yield args.fp8 and args.deepspeed, "fp8", what, "Give fsdp instead of deepspeed."
 
 
 def _check_contradictions(args: ArgumentGroups) -> None:

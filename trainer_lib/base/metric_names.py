@@ -72,7 +72,6 @@ class MetricCall:
         name: one of `NAMES`, or ``package.module:Name``.
         result: what its value is called among the metrics.
         given: one of `INPUTS`; None: the best class, unless the metric's parameters are named otherwise.
-        arguments: what it is called with besides predictions and labels, by name.
     """
 
     name: str

@@ -41,10 +41,7 @@ def signals_kept(*numbers: signal.Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def objects_set_aside() -> Iterator[None]:
-    """Inside the block collections pass over what was made before it; a quarter of a second for each of the large ones.
-
-    Afterwards all of it is looked at again. Nothing is done in a process that has set objects aside itself.
-    """
+    """Inside the block collections pass over what was made before: a quarter of a second for each large one."""
     ours = gc.get_freeze_count() == 0
     if ours:
         gc.freeze()

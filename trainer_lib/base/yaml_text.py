@@ -97,11 +97,7 @@ def parse_yaml_scalar(text: str) -> Any:
 
 
 def dump_yaml(data: Any) -> str:
-    """Return plain data as block-style YAML with the keys in their order.
-
-    Readers of YAML 1.1 and of 1.2 understand it alike: a text such as "no" is quoted, for the Hub reads a card's
-    ``language: no`` as false otherwise.
-    """
+    """Plain data as block-style YAML with the keys in their order, alike to readers of YAML 1.1 and of 1.2."""
     writer = YAML(typ="safe", pure=True)
     writer.Resolver = _EveryVersion
     writer.Representer = _PlainRepresenter

@@ -161,10 +161,8 @@ def _pairs(named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) ->
 def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, torch.optim.Optimizer]]:
     """The optimizers in an optimizer's attributes, by attribute; not those that work on its state."""
     for name, value in vars(optimizer).items():
-        several = (
-            value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()
-        )
-        for key, inner in [(None, value), *several]:
+        parts = enumerate(value) if isinstance(value, list | tuple) else ()
+        for key, inner in [(None, value), *(value.items() if isinstance(value, dict) else parts)]:
             if isinstance(inner, torch.optim.Optimizer) and inner.state is not optimizer.state:
                 yield name if key is None else f"{name}.{key}", inner
 
@@ -192,14 +190,11 @@ def _is_state(value: Any, names: Mapping[int, str]) -> bool:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    values = (
-        value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple | deque) else None
-    )
-    if values is None:
+    if not isinstance(value, Mapping | list | tuple | deque):
         yield value
-    else:
-        for inner in values:
-            yield from _leaves(inner)
+        return
+    for inner in value.values() if isinstance(value, Mapping) else value:
+        yield from _leaves(inner)
 
 
 def _name_keys(value: Any, names: Mapping[int, str]) -> Any:
@@ -253,10 +248,7 @@ def _check_groups(optimizer: torch.optim.Optimizer, names: dict[int, str], snaps
 def _keeper(
     param: Tensor | None, tensors: dict[str, Tensor], known: Mapping[Any, str] | None = None
 ) -> Callable[[str, Tensor], dict[str, Any]]:
-    """Make the `keep` of `to_json` that collects one parameter's tensors (a group's, if `param` is None).
-
-    A tensor that is `known` by its memory is not collected again.
-    """
+    """Make the `keep` of `to_json` for a parameter's tensors (None: a group's), except those `known` by memory."""
 
     def keep(key: str, tensor: Tensor) -> dict[str, Any]:
         wrapper: Any = tensor

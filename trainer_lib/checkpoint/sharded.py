@@ -291,12 +291,9 @@ class _Spec:
 
 
 class ShardedTensors(LazyTensors):
-    """The tensors of one group, read when they are asked for, whole or by boxes.
+    """The tensors of one group, read when they are asked for, whole or by boxes. Raises DamagedError for a wrong index.
 
     A request in the order of the names is fastest, because the blocks that follow are fetched along.
-
-    Raises:
-        DamagedError: the index contradicts itself or the committed files.
     """
 
     def __init__(self, store: Store, group: str, index: Any, files: Mapping[str, FileEntry]) -> None:

@@ -452,20 +452,14 @@ class BackgroundSaver:
         return has_ended
 
     def finish(self) -> CheckpointInfo:
-        """Wait for the save under way and return what it committed. Collective.
-
-        Raises what `save_checkpoint` raises, the same on every rank, and RuntimeError when no save is under way.
-        """
+        """Wait for the save under way and return what it committed. Collective. Raises as `save_checkpoint`."""
         pending, self._unfinished = self._unfinished, None
         if pending is not None:  # every rank asked at the last step boundary, so every rank has to take the answer
             pending.result()
         return self.finish_without_agreement()
 
     def finish_without_agreement(self) -> CheckpointInfo:
-        """Wait for the save under way and return what it committed; no message to other ranks' main threads.
-
-        For the way out of a training that failed: the other ranks may have failed elsewhere. Raises as `finish`.
-        """
+        """`finish` without a message to other ranks' main threads, which may have failed elsewhere."""
         if self._job is None:
             raise RuntimeError("No save is under way.")
         wait([self._job])  # an interrupt leaves the job as it is

@@ -37,10 +37,7 @@ _LOST_TEXTS = (
 
 
 def is_lost_peer(error: BaseException) -> bool:
-    """Return whether a collective raised `error` because another rank is gone: a consequence, not a cause.
-
-    An InfrastructureError counts when it was raised from such an error, as the Trainer does.
-    """
+    """Whether a collective raised `error`, or what it was raised from, because another rank is gone: not a cause."""
     if isinstance(error, TrainflowError):
         cause = error.__cause__
         return isinstance(error, InfrastructureError) and cause is not None and is_lost_peer(cause)

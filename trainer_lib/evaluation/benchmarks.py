@@ -185,13 +185,9 @@ def _refuse(what: str, value: object, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class Suite:
-    """The benchmarks of an evaluation.
+    """The benchmarks of an evaluation by a spec in `folder`; `emit` takes events.
 
-    Attributes:
-        folder: that of the spec.
-        tokenizer: that of the model; None: the recipe keeps none.
-        emit: takes events.
-        warnings: what was measured and is not finite.
+    `tokenizer`: that of the model; None: the recipe keeps none. `warnings`: what was measured and is not finite.
     """
 
     benchmarks: Sequence[Benchmark]

@@ -65,12 +65,6 @@ def _mark_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
 class EvaluationLoop:
     """One pass over a loader.
 
-    Args:
-        hooks: the Trainer.
-        loss_only: compute the loss alone; predictions and metrics are not kept.
-        ignore_keys: keys of the model's output that are left out of the predictions.
-        keeps_predictions: with `batch_eval_metrics`, keep the predictions as well.
-
     Attributes:
         counted: after `run`, the sum of the losses, the target items and the samples of all ranks.
     """
@@ -98,14 +92,9 @@ class EvaluationLoop:
     def run(self, loader: Any, prefix: str) -> EvalLoopOutput:
         """Predict every batch and compute the metrics, whose names start with `prefix`. Collective.
 
-        Returns:
-            Predictions and labels as trees of arrays ``[samples, …]`` on rank 0 (None elsewhere, and where they are not
-            kept); metrics and the number of samples on every rank.
-
-        A user's loader of length 0 gives neither predictions nor metrics: subclasses measure in another way then.
-
-        Raises:
-            DataError: the data has no samples.
+        Predictions and labels, trees of arrays ``[samples, …]``, are returned on rank 0 where they are kept, metrics
+        and the number of samples on every rank. A user's loader of length 0 gives neither predictions nor metrics:
+        subclasses measure in another way then. Raises DataError for data without samples.
         """
         hooks = self._hooks
         if not isinstance(loader, EvalLoader | IterableLoader) and has_length(loader) and len(loader) == 0:
@@ -198,9 +187,8 @@ class EvaluationLoop:
         predictions = labels = None
         metrics: dict[str, float] = {}
         if self._spools and comm.rank == 0:
-            tree = (
-                self._spool.tree() if trainer.args.eval_do_concat_batches else _collect_columns(self._spool.by_batch())
-            )
+            joins, spool = trainer.args.eval_do_concat_batches, self._spool
+            tree = spool.tree() if joins else _collect_columns(spool.by_batch())
             predictions, labels = tree["logits"], tree["labels"]
             if self._batch_metrics is not None:
                 metrics = compute_on_rank_zero(comm, self._batch_metrics.finish)
@@ -239,15 +227,10 @@ def _collect_columns(batches: list[Any]) -> dict[str, Any]:
 def stream_predictions(
     trainer: Trainer, dataset: Any, *, start: int, stop: int
 ) -> Iterator[tuple[npt.NDArray[np.int64], Any]]:
-    """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size.
+    """Predict rows [start, stop) of `dataset` on this process alone, whatever the world size. Raises ConfigError.
 
-    Nothing is communicated, so ranks may stream ranges of unequal length. Memory holds one batch.
-
-    Yields:
-        Row positions ``[batch]`` (int64) and predictions, a tree of arrays ``[batch, …]``, in row order.
-
-    Raises:
-        ConfigError: the dataset has no length, or the model's forward needs the other ranks.
+    Yields row positions ``[batch]`` (int64) and predictions, a tree of arrays ``[batch, …]``, in row order. Nothing is
+    communicated, so ranks may stream ranges of unequal length. Memory holds one batch.
     """
     if not has_length(dataset):
         what = "A dataset without a length cannot be predicted by ranges."

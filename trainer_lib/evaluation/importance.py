@@ -58,13 +58,8 @@ def measure_importance(
 ) -> dict[str, Any] | None:
     """The importance of columns for the first metric of all rows; None for rows that are no table's.
 
-    Args:
-        compute: what measured all rows.
-        given: predictions and labels of all rows, trees of arrays ``[rows, …]``.
-        row_at: the columns of a row, by its number from 0.
-        predict: the outputs of rows, batch by batch.
-        seed: hexadecimal digits that the rows decide.
-        seconds: no column is predicted after as many.
+    `given` are predictions and labels of all rows, trees of arrays ``[rows, …]``, and `predict` gives the outputs of
+    rows, batch by batch. The rows decide `seed`; after `seconds` no further column is predicted.
 
     Returns:
         `metric`; `rows`, those that were predicted; `columns` as [name, what the metric loses, the ends of its 95 %

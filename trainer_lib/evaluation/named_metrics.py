@@ -320,17 +320,11 @@ def measure_slices(
     columns: Mapping[str, Iterable[Any]],
     bounds: Callable[[EvalPrediction], Mapping[str, float]] | None = None,
 ) -> dict[str, float]:
-    """The metrics of the rows that share a value in a column, as ``<metric>/<column>/<value>``.
+    """The metrics of the rows that share a value in a column, as ``<metric>/<column>/<value>``. Raises ConfigError.
 
-    Args:
-        compute: what measured all rows.
-        given: predictions and labels of all rows, trees of arrays ``[rows, …]``.
-        columns: column -> its values in the rows.
-        bounds: gives the ends of the intervals of some rows' metrics, `<metric>_low` and `<metric>_high`; asked for up
-            to 20 slices in all, of 10 rows or more. None: no intervals.
-
-    Raises:
-        ConfigError: a column has more than 50 different values.
+    `given` are predictions and labels of all rows, trees of arrays ``[rows, …]``; `columns` a column's values in the
+    rows. `bounds` gives the ends of the intervals of some rows' metrics, `<metric>_low` and `<metric>_high`; it is
+    asked for up to 20 slices in all, of 10 rows or more.
     """
     measure_part = getattr(compute, "of_part", compute)
     found: dict[str, float] = {}

@@ -2,10 +2,8 @@
 
 Batches are appended to an unlinked temporary file, so nothing is left behind, however the process ends. Arrays are
 returned as copies or copy-on-write maps: ``labels[labels == -100] = pad`` changes neither the file nor another array.
-Results up to 16 MiB per leaf stay in memory.
-
-Outputs that are not only arrays (`eval_use_gather_object`: lists of boxes per image, texts, numbers), whose form may
-differ from batch to batch, are returned in memory, since no array can map them.
+Results up to 16 MiB per leaf stay in memory, and so do outputs that no array can map (`eval_use_gather_object`: lists
+of boxes per image, texts, numbers).
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ class Remembered:
     def resampled(self, resamples: int) -> dict[str, list[float]]:
         """Metric -> its values on the resamples of the rows; empty where nothing was given.
 
-        A metric that some resamples do not have, as their rows are of one class, has the values of the others. One that
-        most of them do not have is left out.
+        One that some resamples do not have, as their rows are of one class, has the values of the others, or is left
+        out.
         """
         rows, draw = self._count_rows(), np.random.default_rng(int(self.seed[:16], 16))
         found: dict[str, list[float]] = {}

@@ -28,10 +28,8 @@ def find_weak_groups(
 ) -> dict[str, Any] | None:
     """The subgroups that are worse than the other rows, the most certain ones first; None where rows have no error.
 
-    Args:
-        predictions, labels: as of `summarize_outcomes`.
-        columns: column -> its values in some rows, by their numbers ``[some]``.
-        classes: their names, for the subgroups by the predicted class.
+    `columns`: column -> its values in some rows, by their numbers ``[some]``; `classes`: names, for subgroups by the
+    predicted class.
 
     Returns:
         `error` ("error_rate" or "absolute_error"), the `rows` that were looked at, how many subgroups were `tested`,

@@ -42,7 +42,7 @@ def read_claim(store: Store) -> Holder | None:
 def claim_folder(store: Store, claim: Holder, in_use: Callable[[Holder], bool]) -> Holder | None:
     """Claim a folder for writing: None when it is ours now, else the process that holds it. Raises StorageError.
 
-    `in_use` says whether the writer of another claim is still writing; if not, its claim is succeeded.
+    A claim whose writer is not `in_use` is succeeded.
     """
     name, ours = WRITING, claim.to_bytes()
     while not store.create(name, ours):

@@ -394,7 +394,6 @@ def create_scheduler(args: ScheduleArguments, optimizer: Optimizer, num_training
     """Make the schedule that the arguments ask for, over `num_training_steps` optimizer steps.
 
     The two metric schedules watch for a larger metric when `greater_is_better`, unless their settings give a mode.
-    Raises as `get_scheduler`.
     """
     kind = SchedulerType(args.lr_scheduler_type)
     settings = dict(args.lr_scheduler_kwargs or {})

@@ -73,11 +73,9 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of one rank under a strategy.
+    """The bytes of one rank under a strategy, one of `STRATEGIES` or "layout", on so many processes.
 
     Attributes:
-        strategy: one of `STRATEGIES`, or "layout".
-        processes: number of ranks.
         exchange: of buffers and gathered tensors that only the exchange between ranks needs.
         activations: with temporary tensors, at the peak of a step; None: not known.
         evaluation: beyond the parameters, at the peak of a batch of evaluation; None: not known, or none.

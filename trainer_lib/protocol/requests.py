@@ -44,7 +44,6 @@ class PreparedSplit:
     """One split as prepare-data leaves it.
 
     Attributes:
-        rows: number of rows.
         shards: paths of its Arrow files below the stage's folder, in the order of the rows.
         columns: names of columns -> their types.
         lengths: rows of the files; empty: all but the last have as many as the first.
@@ -73,9 +72,7 @@ class TrainResult:
     Attributes:
         files: those of the exported model, below `model/`.
         metrics: as the Trainer returns them.
-        global_step: optimizer steps, those before a resume included.
-        global_samples: training samples seen, likewise.
-        world_size: processes.
+        global_step, global_samples: optimizer steps and training samples, those before a resume included.
         resumed_from: optimizer step that training continued from; None: it began at the start.
         checkpoints: names of the committed checkpoints, newest first.
         parameters: number of the model's parameters.
@@ -264,7 +261,6 @@ class ModelRequest(Request[R], Generic[R]):
     """The common part of training, evaluation and prediction.
 
     Attributes:
-        data: the prepared data.
         model: settings that build_model is given.
         args: training arguments by name.
         metrics: those that the spec asks for, measured by evaluations besides those of compute_metrics.
@@ -369,8 +365,7 @@ class MergeRequest(ModelRequest[MergeResult], verb="merge_adapters", result=Merg
 
     Attributes:
         dtype: type of the merged weights; None: that of the base, bfloat16 of a quantized one.
-        tolerance: share of next tokens in which they may differ from the adapters.
-        prompts: rows that both are asked.
+        tolerance: share of next tokens in which they may differ from the adapters, on the rows `prompts`.
     """
 
     uses_devices: ClassVar[bool] = False
@@ -429,7 +424,6 @@ class MeasureRowsResult:
     """Metrics of a model on labelled rows.
 
     Attributes:
-        rows: number of rows.
         digest: SHA-256 of the labels and what was read with them: two results of one digest are of the same rows.
         metrics: name -> value, and `<name>_low` and `<name>_high`.
         resampled: name -> its value on each resample, the same resamples for every model.
@@ -491,9 +485,7 @@ class ExportResult:
 class ExportRequest(Request[ExportResult], verb="export_model", result=ExportResult):
     """Write a trained model for another program into the folder `output`; `model` and `code` as of `ScoreRequest`.
 
-    Attributes:
-        form: torch-export, onnx, transformers or gguf.
-        sources: files with rows that outputs are compared on; none: rows at random.
+    `form`: torch-export, onnx, transformers or gguf. Outputs are compared on rows of `sources`; none: at random.
     """
 
     functions: ClassVar[tuple[str, ...]] = ()
@@ -539,11 +531,9 @@ class ImportResult:
 
 @dataclass(frozen=True, kw_only=True)
 class ImportRequest(Request[ImportResult], verb="import_checkpoint", result=ImportResult):
-    """Commit a checkpoint of the transformers Trainer in our format.
+    """Commit a checkpoint of the transformers Trainer, the folder at `source`, in our format.
 
-    Attributes:
-        source: URL of its folder.
-        model: function of the recipe that returns the model as it was trained; None: found from config.json.
+    `model`: function of the recipe that returns the model as it was trained; None: found from config.json.
     """
 
     functions: ClassVar[tuple[str, ...]] = ()

@@ -83,10 +83,7 @@ class Commit:
 
 
 def content_digest(files: Iterable[FileEntry]) -> str:
-    """SHA-256 (hexadecimal) over one line ``path NUL size NUL sha256`` per file, sorted by path.
-
-    Folders with equal files have equal digests, no matter when or where they were written.
-    """
+    """SHA-256 (hexadecimal) over one line ``path NUL size NUL sha256`` per file, sorted by path; no time counts."""
     digest = hashlib.sha256()
     for entry in sorted(files, key=lambda entry: entry.path):
         digest.update(f"{entry.path}\0{entry.size}\0{entry.sha256}\n".encode())

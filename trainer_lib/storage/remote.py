@@ -205,14 +205,10 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
     except ImportError as error:
         raise _missing(scheme, field) from error
     options: dict[str, Any] = {"use_listings_cache": False}
-    if scheme in ("s3", "s3a"):
+    s3 = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
+    if scheme in ("s3", "s3a") and s3:
         # Part of fsspec's instance key, so that a changed environment gives a fresh client.
-        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
-        options |= (
-            {"endpoint_url": checked_address(endpoint, field="AWS_ENDPOINT_URL", unset="Amazon's own S3")}
-            if endpoint
-            else {}
-        )
+        options["endpoint_url"] = checked_address(s3, field="AWS_ENDPOINT_URL", unset="Amazon's own S3")
     if scheme == HUB and (endpoint := os.environ.get("HF_ENDPOINT")):
         options["endpoint"] = checked_address(endpoint, field="HF_ENDPOINT", unset="huggingface.co").rstrip("/")
     try:

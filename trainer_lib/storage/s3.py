@@ -286,10 +286,7 @@ class _Body:
 
 
 def withdraw_uploads(begin: Call, bucket: str, prefix: str, chosen: Callable[[str, str], bool]) -> None:
-    """Remove the unfinished uploads below a prefix that `chosen` selects by key and upload id.
-
-    Failures are ignored: some stores cannot list uploads, and some users may not.
-    """
+    """Remove the unfinished uploads below a prefix that `chosen` selects by key and upload id, if the store can."""
     with contextlib.suppress(Exception):
         listed = begin("list_multipart_uploads", Bucket=bucket, Prefix=prefix).result()
         for upload in listed.get("Uploads") or []:

@@ -34,10 +34,7 @@ CHUNK = 8 * 2**20
 
 
 class DigestingWriter:
-    """A binary stream that computes the SHA-256 and the size of what is written to it.
-
-    `entry` exists once the ``with`` block has ended without an exception.
-    """
+    """A binary stream that computes SHA-256 and size of what is written: `entry`, once the ``with`` block has ended."""
 
     def __init__(self, store: Store, rel: str, stream: BinaryIO) -> None:
         self._store = store

@@ -151,14 +151,10 @@ class Strategy:
     def load_model_state(
         self, model: nn.Module, state: Mapping[str, torch.Tensor], *, keep: Collection[str] = ()
     ) -> None:
-        """Copy `state` into the model; a tied weight may be given under one of its names only. Collective.
+        """Copy `state`, tensors of whole shapes `[...]`, into the model but for the names in `keep`. Collective.
 
-        Args:
-            state: tensors of the whole shapes `[...]`.
-            keep: names that may be absent from `state`; these tensors stay as they are.
-
-        Raises:
-            ConfigError: names the tensors that are missing, unexpected or of another shape.
+        A tied weight may be given under one of its names only. Raises ConfigError, which names the tensors that are
+        missing, unexpected or of another shape.
         """
         target = self.unwrap(model)
         if type(target).load_state_dict is not nn.Module.load_state_dict:

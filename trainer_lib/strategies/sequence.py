@@ -61,7 +61,6 @@ class _DividesTokens(Strategy):
 
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """Divide the tokens in the module's own forward, and wrap or shard it."""
         self._divide(self.unwrap(model))
         return super().setup_model(model)
 
@@ -131,10 +130,8 @@ class DividedTokens:
     """The forward of a model on this process's part of the tokens ``[batch, tokens]``.
 
     Rows whose length the group does not divide are padded on the right. A call with a cache, as `generate` makes them,
-    computes whole rows on its process, without the others.
-
-    Attributes:
-        returned_part: whether the logits of the last call are those of this process's tokens.
+    computes whole rows on its process, without the others. `returned_part`: logits of the last call are of the own
+    tokens.
     """
 
     def __init__(self, model: Any, group: dist.ProcessGroup) -> None:

@@ -265,11 +265,8 @@ class Backup:
         self._tensors = {name: value.detach().to("cpu", copy=True) for name, value in tensors.items()}
         self._rng = capture_rng()
         optimizer, schedule = engine.given_optimizers
-        self._optimizer = (
-            None
-            if optimizer is None
-            else (optimizer, copy.deepcopy(snapshot_optimizer(optimizer, _numbered(optimizer))))
-        )
+        taken = None if optimizer is None else copy.deepcopy(snapshot_optimizer(optimizer, _numbered(optimizer)))
+        self._optimizer = optimizer, taken
         # The user's own schedule and stateful dataset, and the loss scaler.
         stateful = [schedule, trainer.train_dataset, engine.precision.scaler]
         given = [part for part in stateful if part is not None and callable(getattr(part, "load_state_dict", None))]
@@ -283,8 +280,8 @@ class Backup:
             for name, value in self._tensors.items():
                 present[name].copy_(value)
         internals.engine.outside.put_back()
-        if self._optimizer is not None:
-            optimizer, snapshot = self._optimizer
+        optimizer, snapshot = self._optimizer
+        if optimizer is not None and snapshot is not None:
             restore_optimizer(optimizer, _numbered(optimizer), snapshot)
         # Copies: a third attempt needs the same states again.
         for part, state in self._given:

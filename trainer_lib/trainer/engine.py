@@ -36,10 +36,7 @@ class OutsideParameters:
     """The trained parameters of one Trainer that are not its model's, such as the weights of a loss module.
 
     The optimizer holds them because an override of `create_optimizer` gave them to it, or because `compute_loss_func`
-    is a module. The strategy does not know them: their gradients are averaged here.
-
-    Attributes:
-        named: they, by a name that begins with the Trainer's attribute; empty before a training.
+    is a module. The strategy does not know them: their gradients are averaged here. `named` is empty before a training.
     """
 
     def __init__(self, trainer: Trainer) -> None:

@@ -122,8 +122,7 @@ class StepHistory:
     ) -> None:
         """Add a step: this rank's loss ``[]``, and the gradients' norm ``[]``, equal on every rank.
 
-        `has_targets`: whether the step has any on all ranks together; `empty_batches`: micro-batches of this rank
-        without any.
+        `has_targets`: on all ranks together; `empty_batches`: micro-batches of this rank without any.
         """
         self._losses.append(loss)
         self._norms.append(norm)

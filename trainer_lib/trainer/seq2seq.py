@@ -145,11 +145,9 @@ class Seq2SeqTrainer(Trainer):
     def _pad_tensors_to_max_len(self, tensor: torch.Tensor, max_length: int) -> torch.Tensor:
         """Pad `tensor` ``[batch, tokens]`` on the right to ``[batch, max_length]``; a longer one is not cut."""
         missing = max_length - tensor.shape[-1]
-        return (
-            nn.functional.pad(tensor, (0, missing), value=self._trainflow_generation.find_pad_token())
-            if missing > 0
-            else tensor
-        )
+        if missing <= 0:
+            return tensor
+        return nn.functional.pad(tensor, (0, missing), value=self._trainflow_generation.find_pad_token())
 
 
 class Generation:

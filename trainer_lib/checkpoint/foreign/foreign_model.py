@@ -49,10 +49,9 @@ def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module
 
 
 def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
-    """Return weights, name → tensor `[...]`, under the names that a model of transformers has in memory.
+    """Weights, name → tensor `[...]`, under the names that a model of transformers has in memory; or None.
 
-    Its files may use other names: those of experts that are joined when they are loaded. None when the weights are not
-    that model's. Raises ConfigError when transformers cannot load them.
+    Its files may use other names: those of experts that are joined when they are loaded. Raises ConfigError.
     """
     try:
         import transformers

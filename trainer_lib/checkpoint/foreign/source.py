@@ -192,9 +192,8 @@ class Source:
     @property
     def config(self) -> dict[str, Any] | None:
         """The content of config.json; None when there is none."""
-        return (
-            _parse_object(self.files["config.json"], f"{self.url}/config.json") if "config.json" in self.files else None
-        )
+        data = self.files.get("config.json")
+        return None if data is None else _parse_object(data, f"{self.url}/config.json")
 
 
 def read_source(store: Store) -> Source:

@@ -271,10 +271,14 @@ def _pad(collator: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _pad_rows(collator: Any, rows: list[Sequence[int]], width: int) -> torch.Tensor:
     """Labels as a tensor ``[rows, width]``, int64, filled with the collator's label on the tokenizer's side."""
-    is_left = getattr(collator.tokenizer, "padding_side", "right") == "left"
     padded = torch.full((len(rows), width), collator.label_pad_token_id, dtype=torch.int64)
     for target, row in zip(padded, rows, strict=True):
         values = torch.as_tensor(np.asarray(row), dtype=torch.int64)
-        place = target[width - len(values) :] if is_left else target[: len(values)]
-        place.copy_(values)
+        target[columns_of(len(values), width, collator.tokenizer)] = values
     return padded
+
+
+def columns_of(length: int, width: int, tokenizer: Any) -> slice:
+    """The columns of a sample's tokens in a batch that is `width` wide."""
+    left = getattr(tokenizer, "padding_side", "right") == "left"
+    return slice(width - length, None) if left else slice(0, length)

@@ -44,8 +44,7 @@ class Fetch(Dataset[Any]):
     """Reads and collates whole micro-batches in the process that loads the data.
 
     The first batch is read under generators seeded per sample, which shows whether reading draws random numbers. When
-    it does not, later batches are read without seeding. A later batch that draws after all is read again, seeded, and
-    so are all batches after it.
+    it does not, later batches are read without seeding, until one draws after all: it and all after it are seeded.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:

@@ -72,9 +72,8 @@ def _rows(batch: Any) -> int | None:
 
 
 def count_items(batch: Any, label_names: Sequence[str], *, shifts: bool, samples: int | None = None) -> int | None:
-    """The number of target items of one micro-batch; None when its samples cannot be counted.
+    """The number of target items of one micro-batch; None when its samples (given to the collator) cannot be counted.
 
-    `samples`: what the collator was given, for batches that do not tell.
     Labels ``[batch]`` or ``[batch, sequence]`` on the CPU are counted without a torch call; for others the host waits
     for the device. A model that shifts its labels itself (`shifts`) never predicts the first one of a sequence. Labels
     under `shift_labels` are shifted already and counted whole.

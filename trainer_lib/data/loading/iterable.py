@@ -131,8 +131,7 @@ class Shares(IterableDataset[_Part]):
 class IterableLoader(DataLoader[Any]):
     """This rank's micro-batches of an iterable dataset. Iteration yields the plain batches.
 
-    Attributes:
-        in_dummy_batch: whether the batch that iteration gave last is a dummy.
+    `in_dummy_batch`: whether the one that it gave last is a dummy.
     """
 
     in_dummy_batch = False

@@ -251,8 +251,7 @@ class EvalLoader(_SeededLoader):
         rounds: number of rounds, equal on every rank; this rank may have one batch fewer.
         rows: the rows [start, stop) of the dataset that all ranks read together.
         slices: the rows [start, stop) of this rank's batches.
-        equal_rounds: whether iteration gives a rank without rows in the last round a dummy batch there, for a loop of
-            the user's own whose steps communicate.
+        equal_rounds: a rank without rows in the last round gets a dummy batch there, for a loop that communicates.
         in_dummy_batch: whether the batch that iteration gave last is a dummy.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trainer_lib.data.loading.collators import IGNORED, DataCollatorMixin, returned_as, seeds_of_samples
+from trainer_lib.data.loading.collators import IGNORED, DataCollatorMixin, columns_of, returned_as, seeds_of_samples
 from trainer_lib.errors import ConfigError, DataError
 
 _INT64 = 0x7FFFFFFFFFFFFFFF
@@ -30,12 +30,6 @@ def _generators(count: int, seed: int | None, own: torch.Generator | None) -> It
     for row in range(count):
         known = None if seeds is None else (seeds[row] ^ (seed or 0) ^ _MASKING) & _INT64
         yield own if known is None else torch.Generator().manual_seed(known)
-
-
-def _place(length: int, width: int, tokenizer: Any) -> slice:
-    """The columns of a sample's tokens in a batch that is `width` wide."""
-    left = getattr(tokenizer, "padding_side", "right") == "left"
-    return slice(width - length, None) if left else slice(0, length)
 
 
 def _special_tokens(inputs: torch.Tensor, tokenizer: Any) -> torch.Tensor:
@@ -151,7 +145,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         lengths = self._lengths or [shape[-1]] * shape[0]
         generators = _generators(len(lengths), self.seed, self._own_generator())
         for row, (length, generator) in enumerate(zip(lengths, generators, strict=True)):
-            draws[:, row, _place(length, shape[-1], self.tokenizer)] = torch.rand(3, length, generator=generator)
+            draws[:, row, columns_of(length, shape[-1], self.tokenizer)] = torch.rand(3, length, generator=generator)
         return draws
 
     def _chance_of_words(self, chance: torch.Tensor, special: torch.Tensor, offsets: Sequence[Any]) -> torch.Tensor:
@@ -162,7 +156,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
                 what = "Masking whole words needs to know where each token is in the text."
                 remedy = "Tokenize with return_offsets_mapping=True, and keep that column."
                 raise DataError(what, field="offset_mapping", remedy=remedy)
-            place, before, first = _place(len(spans), chance.shape[1], self.tokenizer), -1, -1
+            place, before, first = columns_of(len(spans), chance.shape[1], self.tokenizer), -1, -1
             columns = range(chance.shape[1])[place]
             for column, span in zip(columns, spans, strict=True):
                 start, end = int(span[0]), int(span[1])

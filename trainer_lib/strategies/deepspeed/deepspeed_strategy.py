@@ -129,7 +129,6 @@ class DeepSpeedStrategy(Strategy):
 
     @override
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
-        """Return the model that `make` builds; in stage 3, layers are sharded as soon as they are built."""
         if self.plan.stage != 3:
             return make()
         self._set_local_rank()
@@ -291,7 +290,6 @@ class DeepSpeedStrategy(Strategy):
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
-        """Return the module inside the engine."""
         inner = model.module if model is self._engine or model is self._inference else model
         return super().unwrap(inner)
 
@@ -325,7 +323,6 @@ class DeepSpeedStrategy(Strategy):
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context for all but the last micro-step of a step."""
         return self._collecting()
 
     @override

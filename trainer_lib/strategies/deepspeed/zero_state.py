@@ -273,7 +273,6 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
 
     @override
     def clear(self) -> None:
-        """Remove the state of all parameters."""
         for flat in self._partitions.flats():
             self._inner.state.pop(flat, None)
 
@@ -329,12 +328,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
     @override
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Take the step, unless a gradient is not finite."""
         if not self._step():
             # After a skipped first step, torch would warn that the schedule stepped before the optimizer.
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
 
     @override
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that no step has used."""
         self._partitions.zero.zero_grad(set_to_none=set_to_none)

@@ -199,7 +199,6 @@ class FsdpStrategy(Strategy):
 
     @override
     def check_model(self, model: nn.Module) -> None:
-        """Raise ConfigError for a model that cannot be sharded as the settings ask."""
         if self.is_divided(model):
             return
         find_units(model, self.settings)
@@ -371,7 +370,6 @@ class FsdpStrategy(Strategy):
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        """Return a context in which gradients stay whole and local."""
         inner = self.unwrap(model)
         if not isinstance(inner, FSDPModule):
             raise InfrastructureError("The model in training is not the sharded one.", field="model_wrapped")
@@ -417,7 +415,6 @@ class FsdpStrategy(Strategy):
 
     @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return tensors that are gathered to the first rank when read."""
         return sharding.GatheredTensors(tensors, partial(sharding.gather_whole, keep=self.comm.rank == 0))
 
     @override
@@ -439,10 +436,7 @@ class FsdpStrategy(Strategy):
 
 
 def _gather_as_plain_tensors(part: Any) -> None:
-    """Gather divided layers' parameters as plain tensors, which is what they compute with.
-
-    As `DTensor`s, which torch makes of them, they would cost 40 calls of Python for a parameter in a step.
-    """
+    """Gather divided layers' parameters as plain tensors: `DTensor`s cost 40 calls of Python each in a step."""
     for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):  # none before torch 2.13
         for param in group.fsdp_params:
             param.is_dtensor, param._unsharded_dtensor_spec = False, None

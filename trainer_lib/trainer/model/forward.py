@@ -151,17 +151,14 @@ class Forward:
     def call(self, model: nn.Module, inputs: Any) -> Any:
         """The model's outputs. Raises ConfigError for a batch with names that its forward does not take."""
         try:
-            outputs = (
-                model(**inputs)
-                if isinstance(inputs, MAPPINGS)
-                else model(*(inputs if isinstance(inputs, list | tuple) else (inputs,)))
-            )
+            if isinstance(inputs, MAPPINGS):
+                return model(**inputs)
+            return model(*(inputs if isinstance(inputs, list | tuple) else (inputs,)))
         except TypeError as error:
             # A TypeError may come from anywhere inside the forward: only names that do not fit replace it.
             if isinstance(inputs, MAPPINGS) and (misfit := self._internals.facts.forward.misfit(inputs)) is not None:
                 raise misfit from error
             raise
-        return outputs
 
     def target_items(self, inputs: Any, samples: int | None = None) -> int:
         """Target items of a batch, whose collator was given `samples`: what its loss is a mean over. Raises DataError.
