@@ -278,7 +278,7 @@ def coerce_fields(args: Any) -> None:
             value = None  # `to_dict` writes this in place of a secret
         if isinstance(value, str) and value.startswith("{") and name in texts:
             value = read_json_mapping(value, field=name)
-        if known.ours:
+        if known.by_arg:
             value = coerce(value, hints.get(name, Any), field=name)
             check_bounds(name, value, known)
         elif isinstance(value, str):

@@ -68,7 +68,7 @@ class Declaration:
         choices: the allowed texts; None for all.
         bounds: "ge", "gt", "le", "lt" and their numbers.
         secret: never shown in errors, reprs or dumps.
-        ours: whether `arg` declared it, or a field that it overrides.
+        by_arg: whether `arg` declared it, or a field that it overrides.
         alone: no version of transformers has an argument of this name.
     """
 
@@ -77,7 +77,7 @@ class Declaration:
     choices: tuple[Any, ...] | None = None
     bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
     secret: bool = False
-    ours: bool = False
+    by_arg: bool = False
     alone: bool = False
 
 
@@ -127,7 +127,7 @@ def arg(
     """
     bounds = {name: bound for name, bound in (("ge", ge), ("gt", gt), ("le", le), ("lt", lt)) if bound is not None}
     allowed = None if choices is None else tuple(choices)
-    known = Declaration(affects, unit, allowed, bounds, secret, ours=True, alone=alone)
+    known = Declaration(affects, unit, allowed, bounds, secret, by_arg=True, alone=alone)
     metadata: dict[str, Any] = {"help": _Help.of(help, known)}
     if bare:
         metadata |= {"nargs": "?", "const": True}

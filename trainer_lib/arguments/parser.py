@@ -244,7 +244,7 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any, declared: D
         group._group_actions[-1].convert = parse
         # A declared list may be one word with commas; an item of a user's list of texts may contain commas.
         has_texts = any(str in typing.get_args(k) for k in kinds if typing.get_origin(k) in (list, tuple, set))
-        group._group_actions[-1].splits = declared.ours or not has_texts
+        group._group_actions[-1].splits = declared.by_arg or not has_texts
 
 
 class _Refused(argparse.ArgumentTypeError):

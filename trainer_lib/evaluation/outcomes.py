@@ -208,15 +208,9 @@ def _hardest(
 ) -> list[list[Any]]:
     """The rows of the largest losses as [id, label, prediction, loss]; one of an infinite loss has none."""
     worst = np.argsort(-losses, kind="stable")[:HARDEST].tolist()
-    return [
-        [
-            id_of(row),
-            _short(labels[row]),
-            _short(predicted[row]),
-            _short(losses[row]) if np.isfinite(losses[row]) else None,
-        ]
-        for row in worst
-    ]
+    known = [_short(loss) if np.isfinite(loss) else None for loss in losses[worst]]
+    rows = zip(worst, known, strict=True)
+    return [[id_of(row), _short(labels[row]), _short(predicted[row]), loss] for row, loss in rows]
 
 
 def _numbers(predicted: np.ndarray, measured: np.ndarray, id_of: Callable[[int], Any]) -> dict[str, Any] | None:

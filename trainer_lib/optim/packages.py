@@ -25,14 +25,7 @@ _log = logging.getLogger(__name__)
 
 # Defaults of transformers' Trainer, as all in this module.
 _GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-_APOLLO = {
-    "rank": 128,
-    "proj": "random",
-    "scale_type": "channel",
-    "update_proj_gap": 200,
-    "scale": 1.0,
-    "proj_type": "std",
-}
+_APOLLO = {**_GALORE, "proj": "random", "scale_type": "channel", "scale": 1.0}
 
 
 @dataclass
