@@ -50,12 +50,7 @@ _ENDS = {
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a training.
-
-    Attributes:
-        state: committed, failed, stopped, pruned, died, silent or finished.
-        sentence: the same in words.
-    """
+    """The end of a training: committed, failed, stopped, pruned, died, silent or finished; and the same in words."""
 
     state: str
     sentence: str
@@ -63,13 +58,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Training:
-    """A training that has started.
-
-    Attributes:
-        run: the newest run that trains under this key.
-        key: the content key of its train stage.
-        data: what prepare-data has committed.
-    """
+    """A training that has started: the newest run under its key, the key, and what prepare-data has committed."""
 
     run: PastRun
     key: StageKey
@@ -99,12 +88,7 @@ class Training:
 
 
 def find_training(plan: Plan) -> Training | str:
-    """The training of a spec, or a sentence that says what there is to wait for.
-
-    Raises:
-        ConfigError: the prepared data lack a split that the spec names.
-        StorageError: the storage cannot be read.
-    """
+    """The training of a spec, or a sentence that says what there is to wait for. Raises ConfigError, StorageError."""
     spec = plan.spec
     data, _ = look_up(spec.storage, plan.key_of(_DATA, {}))
     if data is None:
@@ -120,11 +104,7 @@ def find_training(plan: Plan) -> Training | str:
 
 
 def change_mixture(spec: PipelineSpec, weights: Mapping[str, float]) -> dict[str, float]:
-    """Have the training of a spec take other weights of its mixture at its next checkpoint; return those it is sent.
-
-    Raises:
-        ConfigError: the spec has no mixture, no training of it is unfinished, or the weights are no weights of it.
-    """
+    """Have the training of a spec take other weights of its mixture at its next checkpoint; return those it is sent."""
     if spec.prepare.mixture is None:
         raise ConfigError("The spec mixes no sources.", field=FIELD, remedy="Set prepare.mixture before the training.")
     training = find_training(Plan.of(spec))
@@ -193,10 +173,8 @@ class Followed:
 
     Attributes:
         training: how the training ended (`Ending.state`); running or waiting, where only one look was asked for.
-        sentence: the same in words.
         run_id: the run; None: none has started.
-        count: checkpoints that this process has evaluated.
-        evaluations: every checkpoint that is evaluated, in the order of the steps.
+        count: checkpoints that this process has evaluated; `evaluations` are all, in the order of the steps.
         best: the best of those that are still there.
         waiting: what MLflow does not have yet; None: nothing.
     """
@@ -223,12 +201,10 @@ def follow_training(
     Args:
         once: evaluate what is there, and end.
         every_s: seconds between two looks at the storage.
-        use_cpu: evaluate on the CPU.
 
     Raises:
-        ConfigError: the spec cannot be followed.
-        DamagedError: a checkpoint is damaged; the others were evaluated.
-        TrainflowError: an evaluation failed.
+        TrainflowError: the spec cannot be followed, or an evaluation failed; DamagedError, after the other checkpoints
+            were evaluated, for a damaged one.
     """
     plan = Plan.of(spec, debug=debug)
     standard = check_settings(spec.train, plan.context)

@@ -42,8 +42,7 @@ def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
         stop: once set, running stages save and end.
 
     Raises:
-        TrainflowError: the failure of the first stage that failed. Stages that ran alongside it have ended, too: their
-            results are committed.
+        TrainflowError: of the first stage that failed; those that ran alongside it have ended, and are committed.
     """
     _warn(plan)
     expect_launches(plan)
@@ -73,11 +72,7 @@ def _run_groups(plan: Plan, run: _StageRun) -> None:
 
 
 def keep_stages(plan: Plan, record: RunRecord) -> None:
-    """Add the outcome of every stage to the record's result, in a run for which nothing is left to do.
-
-    Raises:
-        TrainflowError: a result was removed since the plan was made, or a gate is not passed.
-    """
+    """Add the outcome of every stage to the record's result, in a run for which nothing is left to do."""
     _warn(plan)
     run = _StageRun(plan, record, threading.Event())  # nothing starts that could be stopped
     for group in plan.groups():
@@ -198,11 +193,7 @@ class _StageRun:
             self._keep(name, "cached", reason.reason, 0.0, reason.manifest)
 
     def enforce_gates(self) -> None:
-        """Check what the spec requires of the evaluation, show the verdict, and hold back what the gate guards.
-
-        Raises:
-            GateError: a requirement is not met. The evaluation itself stays committed.
-        """
+        """Show the verdict on what the spec requires of the evaluation; raises GateError, which holds back the rest."""
         verdict = judge(self._plan.spec.evaluate, self._manifests.get("evaluate"))
         if not verdict.checks or self._result.gates:
             return
@@ -214,11 +205,7 @@ class _StageRun:
             verdict.enforce("published")
 
     def rehearse_evaluation(self) -> None:
-        """Refuse what evaluate could not measure now, not after the training; nothing where that is committed.
-
-        Raises:
-            ConfigError: a setting of evaluate does not suit the recipe or the data.
-        """
+        """Raise ConfigError now, not after the training, for what evaluate cannot measure; nothing if that is over."""
         plan, measured = self._plan, self._plan.stages.get("evaluate")
         data = self._manifests.get("prepare-data")
         named = plan.spec.counted_on
@@ -320,16 +307,12 @@ def result_if_unchanged(
 ) -> PipelineResult | None:
     """Return the result of a run that is complete already; None if anything is left to do, or may be.
 
-    Prefect is not imported: with its server, that is most of what such a command would take.
-
-    What waits for MLflow is delivered. Where workers will be needed, the process that loads torch for them is started.
+    Prefect is not imported: with its server, that is most of what such a command would take. What waits for MLflow is
+    delivered. Where workers will be needed, the process that loads torch for them is started.
 
     Args:
         force: stages to run again; with any, something is left to do.
         choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
-
-    Raises:
-        TrainflowError: the spec is refused, or the storage cannot be read.
     """
     if force:
         return None

@@ -124,13 +124,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _call(app: typer.Typer, words: list[str]) -> NoReturn:
-    """Run a command line to its end.
-
-    Raises:
-        SystemExit: the command ended; with its exit code.
-        ConfigError: the words do not fit the command.
-        TrainflowError: what the command raised.
-    """
+    """Run a command line to its end, a SystemExit. Raises ConfigError for words that do not fit the command."""
     try:
         code = app(args=words, prog_name="trainflow", standalone_mode=False)
     except typer.Abort:

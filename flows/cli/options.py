@@ -87,13 +87,7 @@ Json = Annotated[bool, typer.Option("--json", help="One JSON object on standard 
 
 @dataclass(frozen=True)
 class Form:
-    """Options of a command that say in which form it shows what it does.
-
-    Attributes:
-        quiet: show neither notes nor progress, and nothing of the answer but a failure.
-        as_json: print the answer as one JSON object.
-        debug: show tracebacks.
-    """
+    """Options of a command that say in which form it shows what it does."""
 
     quiet: Quiet = False
     as_json: Json = False
@@ -117,13 +111,7 @@ EPILOGS: dict[Callable[..., None], str] = {}
 
 @dataclass(frozen=True)
 class Answer:
-    """The result of a command.
-
-    Attributes:
-        record: its fields in JSON.
-        lines: makes its lines for people.
-        error: the failure with which the command ends, after the answer was shown.
-    """
+    """The result of a command: its fields in JSON, what makes its lines for people, and the failure it ends with."""
 
     record: Mapping[str, Any]
     lines: Callable[[], Iterable[Text]]
@@ -155,10 +143,7 @@ def command(examples: str) -> Callable[[Callable[..., Answer | None]], Callable[
     """Make a function a command, which prints the answer that it returns, and ends with its exit code.
 
     A parameter whose type is a dataclass stands for the options and arguments that its fields declare; those of `form`,
-    which is the first one, come last.
-
-    Args:
-        examples: command lines for the end of its ``--help``.
+    which is the first one, come last. The lines of `examples` end the text of its ``--help``.
     """
     lines = textwrap.dedent(examples).strip().splitlines()
 

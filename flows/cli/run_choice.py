@@ -102,14 +102,7 @@ def choose(words: Sequence[str] | None, storage: str | None, *, command: str) ->
 
 
 def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | None, *, command: str) -> Chosen:
-    """The storage and the tracking settings of a spec, or of what is in this folder.
-
-    Args:
-        command: what asks, for the message of an error.
-
-    Raises:
-        ConfigError: the spec is bad, both are given, this folder has neither, or the storage is not a folder.
-    """
+    """The storage and the tracking settings of a spec, or of what is in this folder. Raises ConfigError."""
     spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
     if spec is not None:
         parsed = load_spec(spec, overrides, needs_sweep=False)
@@ -132,11 +125,7 @@ def use_registry_here(address: str, *, command: str) -> None:
 
 
 def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:
-    """The spec and the overrides among a command's words; without a spec pipeline.yaml here, else the only one here.
-
-    Raises:
-        ConfigError: there is none, or there are several.
-    """
+    """The spec and the overrides among a command's words; without a spec pipeline.yaml here, else the only one here."""
     spec, words = _divide(spec, overrides)
     specs = [spec] if spec is not None else specs_here()
     if len(specs) == 1:
@@ -151,11 +140,7 @@ def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Pa
 def choose_spec_or_storage(
     spec: Path | None, overrides: list[str] | None, storage: str | None
 ) -> tuple[Path | None, list[str], str | None]:
-    """The spec with its overrides, or the storage, that a command means; None for both: this folder has neither.
-
-    Raises:
-        ConfigError: a spec or an override is given besides a storage, or there are overrides and no spec for them.
-    """
+    """The spec with its overrides, or the storage, that a command means; None for both: this folder has neither."""
     spec, words = _divide(spec, overrides)
     if storage is not None:
         if spec is not None or words:

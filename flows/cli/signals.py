@@ -12,6 +12,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
@@ -27,17 +28,12 @@ _SAY = {
 _PATIENCE = 3  # the third signal does not wait for anything
 
 
+@dataclass
 class Stop:
-    """The signals that a command has received.
+    """The signals that a command has received; after its work they come too late, and only the third one ends it."""
 
-    Attributes:
-        received: their numbers, in order.
-        too_late: the work is done: a signal no longer interrupts what is left, the third one still ends the process.
-    """
-
-    def __init__(self) -> None:
-        self.received: list[int] = []
-        self.too_late = False
+    received: list[int] = field(default_factory=list)
+    too_late: bool = False
 
     def come_too_late(self) -> None:
         """Let no further signal interrupt what is left."""
@@ -50,10 +46,7 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[Stop]:
 
     Args:
         say: shows one line, at the first signal.
-        remedy: how to continue later.
-
-    Raises:
-        Interrupted: after Ctrl-C. Preempted: after one of the others.
+        remedy: how to continue later: of `Interrupted`, after Ctrl-C, and of `Preempted`, after the others.
     """
     stop = Stop()
     received = stop.received

@@ -81,17 +81,13 @@ class Chain:
 
 
 def find_chain(address: str, *, storage: str | None = None, home: str | None = None, lenient: bool = False) -> Chain:
-    """The chain that an address is a link of.
+    """The chain that an address is a link of. Raises ConfigError, StorageError, and DamagedError for an altered file.
 
     Args:
         storage: the storage of its run, where the address is not below it.
         home: the storage in which an id or a name is looked for; `storage` comes before it.
         lenient: a damaged lineage file becomes `Chain.damage`, for `trainflow verify`; a file that trainflow did not
             write is refused all the same.
-
-    Raises:
-        ConfigError: the address leads to no lineage. StorageError: it cannot be read.
-        DamagedError: a lineage file was altered.
     """
     chain = _identify(address, storage, home)
     if chain.altered is not None and not lenient:

@@ -57,14 +57,7 @@ _MOST = 20
 
 @dataclass(frozen=True)
 class LinkCheck:
-    """One link.
-
-    Attributes:
-        where: address of what was read.
-        files, bytes: what was hashed.
-        problems: sentences that begin with the file, or with what else breaks the link.
-        why: why it was not checked.
-    """
+    """One link: what was hashed of it, sentences about what breaks it (the file first), or why it was not checked."""
 
     link: str
     state: State
@@ -323,8 +316,7 @@ class TrackedLinks:
 
     Attributes:
         uri: its address, without credentials.
-        run_id: of the run.
-        tags: of the run.
+        run_id, tags: of the run.
         versions: of registered models: name, version, aliases, and the tags that trainflow gave it.
         digest: under which the registry has the model of the chain; None where its run does not describe it.
     """
@@ -337,12 +329,7 @@ class TrackedLinks:
 
 
 def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
-    """Ask the tracking server that this machine uses for the run of a chain.
-
-    Raises:
-        ConfigError: there is nothing to ask: no server is known, or it does not have the run.
-        StoreUnreachableError: it does not answer.
-    """
+    """Ask this machine's tracking server for the run of a chain. Raises ConfigError for none, StoreUnreachableError."""
     lineage = chain.lineage
     if lineage.mlflow_run_id is None and lineage.tracked_run is None:
         raise ConfigError("The run was not tracked.")

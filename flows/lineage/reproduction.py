@@ -78,16 +78,13 @@ class Outcome:
 
 
 class Reproduction:
-    """One run, reproduced.
+    """One run, reproduced. Raises ConfigError if it cannot be repeated from here.
 
     Args:
         chain: leads to the run.
         to: storage of the second run, empty.
         tolerance: compare metrics with this relative difference; None: bytes on a CPU, `TOLERANCE` elsewhere.
         say: called with a line at every step.
-
-    Raises:
-        ConfigError: the run cannot be repeated from here.
     """
 
     def __init__(self, chain: Chain, to: str, tolerance: float | None, say: Callable[[str], object]) -> None:
@@ -106,14 +103,7 @@ class Reproduction:
         self._say_versions()
 
     def carry_out(self, run_pipeline: RunPipeline) -> Outcome:
-        """Run it again and compare.
-
-        Args:
-            run_pipeline: called with a spec and the choice of stages, as `trainflow.flows.pipeline.run_pipeline`.
-
-        Raises:
-            NotReproducibleError: the prepared data is another one. TrainflowError: the second run failed.
-        """
+        """Run it again, as `trainflow.flows.pipeline.run_pipeline` does, and compare. Raises TrainflowError."""
         prepared = run_pipeline(self.spec, only="prepare-data")
         prepared.raise_for_error()
         self._check_data(prepared.manifests())
@@ -215,14 +205,10 @@ def _other_data(what: str) -> NotReproducibleError:
 
 @contextlib.contextmanager
 def open_scratch(to: str | None, run: str) -> Iterator[str]:
-    """The storage of a second run: a folder that stays, or a temporary one.
-
-    Args:
-        to: an empty folder, or one that an interrupted reproduction of this run has left.
-        run: the id of the first run.
+    """The storage of the second run of `run`: a temporary folder, or the folder `to`.
 
     Raises:
-        ConfigError: the folder has something else in it, or cannot be written.
+        ConfigError: there is something in it that no interrupted reproduction of this run has left.
     """
     if to is None:
         with tempfile.TemporaryDirectory(prefix="trainflow-reproduction-", ignore_cleanup_errors=True) as folder:

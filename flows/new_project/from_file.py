@@ -357,14 +357,7 @@ def _yaml(value: Any) -> str:
 
 
 def guess_spec(folder: Path, address: str, label: str | None) -> dict[str, Any]:
-    """The parts of a spec for a file, as guessed.yaml.j2 names them.
-
-    Args:
-        folder: of the spec, from which a path starts.
-
-    Raises:
-        ConfigError: there is no such file, or no such column. DataError: it cannot be read.
-    """
+    """The parts of a spec in `folder` for a file, as guessed.yaml.j2 names them. Raises ConfigError, DataError."""
     absolute = address if "://" in address else os.path.abspath(address)  # noqa: PTH100 - may be a pattern
     source = min(absolute, absolute if "://" in address else os.path.relpath(absolute, folder), key=len)
     guesses = _guess_images(absolute) if _is_of_images(absolute) else Guesses(address, label)

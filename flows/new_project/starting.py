@@ -46,11 +46,7 @@ def templates() -> dict[str, dict[str, Any]]:
 
 
 def check_target(folder: Path, recipe: str) -> None:
-    """Check that a project with this recipe can be written into a folder.
-
-    Raises:
-        ConfigError: the folder is not empty, its name cannot be a pipeline's, or no recipe has this name.
-    """
+    """Raise ConfigError unless a project with this recipe can be written into a folder."""
     from trainflow.flows.spec.spec import PipelineSpec
 
     if recipe not in (known := templates()):
@@ -66,11 +62,7 @@ def check_target(folder: Path, recipe: str) -> None:
 
 
 def write_project(folder: Path, recipe: str) -> list[Path]:
-    """Write a project; returns its files, and the folder of its data where there are many.
-
-    Raises:
-        ConfigError: as `check_target`. StorageError: the folder cannot be written.
-    """
+    """Write a project; returns its files, and the folder of its data where there are many. Raises StorageError."""
     check_target(folder, recipe)
     name = folder.absolute().name
     module = "".join(char if char.isalnum() else "_" for char in name.lower())
@@ -92,12 +84,7 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
 
 
 def write_project_for(folder: Path, address: str, label: str | None) -> list[Path]:
-    """Write a spec for a table that is there, with guesses (`from_file`); returns the files.
-
-    Raises:
-        ConfigError: as `check_target`, or there is no such file or label. DataError: the table cannot be read.
-        StorageError: the folder cannot be written.
-    """
+    """Write a spec for a table that is there, with guesses (`from_file`); returns the files. Raises DataError."""
     from trainflow.flows.new_project.from_file import guess_spec
 
     check_target(folder, "tabular-classification")

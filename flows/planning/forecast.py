@@ -126,12 +126,7 @@ class Room:
 
 @dataclass
 class Found:
-    """Measurements by workers.
-
-    Attributes:
-        estimate, probe: None: not asked for, or it failed.
-        error: what failed.
-    """
+    """Measurements by workers; None: not asked for, or it failed, with an error."""
 
     estimate: Estimate | None = None
     probe: Probe | None = None
@@ -235,14 +230,7 @@ class Forecast:
 
 
 def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found]) -> Forecast:
-    """Work out what the training of a plan will take.
-
-    Args:
-        ask: has workers estimate, and probe, a training on prepared data.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Work out what the training of a plan takes; `ask` has workers estimate, and probe, it on prepared data."""
     train = plan.stages["train"]
     args, launch, config = train.arguments, train.launch, train.config
     if args is None or launch is None:

@@ -39,15 +39,7 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something that will not work.
-
-    Attributes:
-        field: the setting that it is about.
-        value: its value; None: it has none to show.
-        what: the sentence.
-        remedy: what to do.
-        is_fatal: whether the run would fail; otherwise it continues without.
-    """
+    """Something that will not work, in the words of an error; if it is not fatal, the run continues without."""
 
     field: str | None
     value: str | None
@@ -65,13 +57,7 @@ class Obstacle:
 
 @dataclass(frozen=True)
 class FullPlan:
-    """The actions and costs of a run.
-
-    Attributes:
-        plan: the stages, with the reasons why they run or do not.
-        forecast: steps, memory, time and room of the training.
-        obstacles: what cannot work, and what may not.
-    """
+    """The stages of a run and why they run, what its training takes, and what cannot, or may not, work."""
 
     plan: Plan
     forecast: Forecast
@@ -210,30 +196,31 @@ def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found
 
 
 def find_obstacles(plan: Plan, found: Forecast) -> list[Obstacle]:
-    """Look for everything that will not work; asks servers, and writes a tiny file where the run would write.
-
-    The file is removed at once.
-    """
+    """Look for everything that will not work; asks servers, and writes and removes a tiny file where the run would."""
     failed = [] if found.error is None else [Obstacle.of(found.error)]
-    places = [*_storage(plan), *_room(plan, found), *_publication(plan), *_repositories(plan)]
+    places = [
+        *_refusals(lambda: Store.open(plan.spec.storage).ensure_writable()),
+        *_room(plan, found),
+        *_publication(plan),
+        *_repositories(plan),
+    ]
     return [*_splits(plan), *failed, *places, *_tracking(plan)]
 
 
-def _splits(plan: Plan) -> Iterator[Obstacle]:
-    reason = plan.reasons["prepare-data"]
-    if reason.manifest is None or not isinstance(reason.manifest.facts, PrepareFacts):
-        return
+def _refusals(check: Callable[[], object]) -> Iterator[Obstacle]:
+    """The error that a check raises, if it does."""
     try:
-        check_splits(plan.spec, reason.manifest.facts.splits)
-    except ConfigError as error:
-        yield Obstacle.of(error)
-
-
-def _storage(plan: Plan) -> Iterator[Obstacle]:
-    try:
-        Store.open(plan.spec.storage).ensure_writable()
+        check()
     except TrainflowError as error:
         yield Obstacle.of(error)
+
+
+def _splits(plan: Plan) -> Iterator[Obstacle]:
+    prepared = plan.reasons["prepare-data"].manifest
+    facts = None if prepared is None else prepared.facts
+    if isinstance(facts, PrepareFacts):
+        splits = facts.splits
+        yield from _refusals(lambda: check_splits(plan.spec, splits))
 
 
 def _room(plan: Plan, found: Forecast) -> Iterator[Obstacle]:
@@ -295,12 +282,12 @@ def _repositories(plan: Plan) -> Iterator[Obstacle]:
 def _ask_hub(address: str, field: str, *, writes: bool, revision: str | None = None) -> Iterator[Obstacle]:
     from trainer_lib.hub.huggingface import check_access
 
-    try:
+    def ask() -> None:
         target = parse_target(address, revision=revision, field=field)
         if target.repo is not None:
             check_access(target.repo, field=field, writes=writes, timeout_s=ANSWER_S)
-    except TrainflowError as error:
-        yield Obstacle.of(error)
+
+    yield from _refusals(ask)
 
 
 def _tracking(plan: Plan) -> Iterator[Obstacle]:

@@ -77,13 +77,9 @@ class StageReason:
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage that the spec has switched on.
+    """One stage that the spec has switched on, with what its settings take over from train filled in.
 
-    Attributes:
-        stage: its row in the stage table.
-        config: its settings, with what it takes over from train filled in.
-        arguments: its training arguments; None: it takes none.
-        launch: how its workers are started on this machine; None: it starts none.
+    It takes no arguments where these are None, and starts no workers of its own where it has no launch.
     """
 
     stage: Stage
@@ -145,14 +141,10 @@ class Plan:
         debug: bool = False,
         as_of: datetime | None = None,
     ) -> Plan:
-        """Check a spec and plan it. Reads the recipe, and the storage only to find `from_run`.
+        """Check a spec and plan it. Reads the recipe, and the storage only to find `from_run`. Raises ConfigError.
 
         Args:
             as_of: when the continued run began: results count as old as they were then. None: it begins now.
-
-        Raises:
-            ConfigError: the check of the spec fails, or `only`, `start` or `force` is not the name of a stage, or
-                `from_run` is not the id of a run of this pipeline.
         """
         # Names first: they are checked without reading a file.
         only, start = require_stage(only, "--only"), require_stage(start, "--from")
@@ -212,12 +204,7 @@ class Plan:
 
     @cached_property
     def reasons(self) -> Mapping[str, StageReason]:
-        """For stages that are switched on: is the result committed and intact, and if not, what differs?
-
-        Raises:
-            ConfigError: a source or the recipe cannot be read.
-            StorageError: the storage cannot be read.
-        """
+        """For stages that are switched on: is the result committed and intact, and if not, what differs?"""
         found: dict[str, StageReason] = {}
         committed: dict[str, StageManifest] = {}
         for name in self.stages:
@@ -229,10 +216,7 @@ class Plan:
 
     @cached_property
     def warnings(self) -> Mapping[str, list[str]]:
-        """Likely mistakes that stop nothing, by stage.
-
-        These are options that the recipe never reads, and results of another run that this spec would not give.
-        """
+        """Likely mistakes that stop nothing, by stage: options never read, results of another run that do not fit."""
         plans = {name: plan for name, plan in self.stages.items() if isinstance(plan.config, StageSettings)}
         found = {
             name: list(warn_of_unread(name, plan.stage.section, plan.config, code_of(plan.config, self.context)))
@@ -289,10 +273,7 @@ class Plan:
             raise ConfigError(what, field="--only" if self.only else "--from", value=first, remedy=remedy)
 
     def groups(self) -> list[list[str]]:
-        """All stages in their order, those that run at the same time in one list.
-
-        Stages share a list when neither takes the other's result and both name their own GPUs.
-        """
+        """All stages in their order; those in one list take no result of each other and name their own GPUs."""
         groups: list[list[str]] = []
         for stage in all_stages():
             if groups and all(self._can_run_beside(stage, name) for name in groups[-1]):
@@ -371,12 +352,7 @@ class Plan:
 
 
 def explain(spec: PipelineSpec) -> list[StageReason]:
-    """Decide for enabled stages what would happen, and why.
-
-    Raises:
-        ConfigError: the check of the spec fails, or a source cannot be read.
-        StorageError: the storage cannot be read.
-    """
+    """Decide for enabled stages what would happen, and why. Raises ConfigError, StorageError."""
     return list(Plan.of(spec).reasons.values())
 
 

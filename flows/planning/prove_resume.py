@@ -72,11 +72,7 @@ class Question:
     keep: str | None = None
 
     def check_spec(self, spec: PipelineSpec) -> None:
-        """Check that the spec's training can be proved, before anything is started.
-
-        Raises:
-            ConfigError: it cannot be resumed, has no step to stop after, or `keep` is not empty.
-        """
+        """Raise ConfigError unless the spec's training can be proved, before anything is started."""
         args = TrainingArguments.from_dict(spec.train.args, prefix="train.args")
         if args.save_only_model:
             remedy = "Set train.args.save_only_model=false."
@@ -90,16 +86,7 @@ class Question:
 
 
 def prove(spec: PipelineSpec, question: Question, say: Callable[[str], None]) -> dict[str, Any]:
-    """Train twice, compare, and return the sealed record of the outcome.
-
-    Args:
-        spec: its prepare and train stages are used.
-        question: what is to be proved, and how.
-        say: called with one line at every step of the proof.
-
-    Raises:
-        TrainflowError: a training failed.
-    """
+    """Train twice, compare, and return the sealed record of the outcome; `say` is called with a line at every step."""
     question.check_spec(spec)
     with _place(question.keep) as place:
         return _Proof(spec, question, place, say).make_record()

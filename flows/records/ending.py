@@ -12,6 +12,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -43,40 +44,30 @@ class StopRequest(threading.Event):
         self.set()
 
 
+@dataclass(eq=False)
 class Ending:
     """The end of a flow's body.
 
     Attributes:
-        result: set as soon as the body has come to its end; None before.
-        interrupt: the signal that ended it; its argument names another one than Ctrl-C.
         is_expected: whether there is a caller that reads this.
         outlives_flow: whether that caller continues after the flow, and calls `finish`.
         stop: with which the caller ends the run early.
         delivers_later: whether the caller sees to what MLflow does not have at the end; the run waits for nothing.
-
-    Args:
         on_closing: called once the run only closes, so that the caller's own handlers leave it undisturbed, too.
+        result: set as soon as the body has come to its end; None before.
+        interrupt: the signal that ended it; its argument names another one than Ctrl-C.
     """
 
-    def __init__(
-        self,
-        *,
-        is_expected: bool = True,
-        outlives_flow: bool = False,
-        stop: StopRequest | None = None,
-        delivers_later: bool = False,
-        on_closing: Callable[[], None] = lambda: None,
-    ) -> None:
-        self._on_closing = on_closing
-        self.stop = stop or StopRequest()
-        self.delivers_later = delivers_later
-        self.is_expected = is_expected
-        self.outlives_flow = outlives_flow
-        self.result: PipelineResult | None = None
-        self.interrupt: KeyboardInterrupt | None = None
-        self._before = {number: signal.getsignal(number) for number in _SIGNALS}
-        self._is_undisturbed = False
-        self._afterwards: list[Callable[[], None]] = []
+    is_expected: bool = True
+    outlives_flow: bool = False
+    stop: StopRequest = field(default_factory=StopRequest)
+    delivers_later: bool = False
+    on_closing: Callable[[], None] = lambda: None
+    result: PipelineResult | None = field(default=None, init=False)
+    interrupt: KeyboardInterrupt | None = field(default=None, init=False)
+    _before: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _SIGNALS})
+    _is_undisturbed: bool = False
+    _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def take_cancel(self, interrupt: KeyboardInterrupt) -> bool:
         """Keep what interrupts the body; whether it is a cancel, which the caller raises again.
@@ -109,7 +100,7 @@ class Ending:
 
     def close_undisturbed(self) -> None:
         """From now on let signals wait; the third one ends the process at once."""
-        self._on_closing()
+        self.on_closing()
         # Python lets only the main thread set handlers; without a caller nothing would put them back.
         if self.is_expected and threading.current_thread() is threading.main_thread():
             self._is_undisturbed = True
@@ -128,7 +119,7 @@ class Ending:
 @contextlib.contextmanager
 def expect_ending(stop: StopRequest | None = None, **more: Any) -> Iterator[Ending]:
     """Receive the ending of the flow that is called inside the block; `more` as `Ending` takes it."""
-    ending = Ending(outlives_flow=True, stop=stop, **more)
+    ending = Ending(outlives_flow=True, stop=stop or StopRequest(), **more)
     token = _expected.set(ending)
     try:
         yield ending

@@ -153,13 +153,10 @@ def _warn_of(damage: DamagedError) -> None:
 
 
 def read_record(folder: Store, on_damage: Callable[[DamagedError], object] = _warn_of) -> dict[str, Any]:
-    """The record in a run's folder; empty where there is none, or a damaged one.
+    """The record in a run's folder; empty where there is none, or a damaged one. Raises StorageError.
 
     Args:
         on_damage: called for a damaged record; where it returns True, a changed record is taken as it is.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     try:
         data = folder.read_if_exists(RUN_FILE, limit=_RUN_FILE_BYTES)
@@ -193,14 +190,7 @@ def write_record(folder: Store, record: Mapping[str, Any]) -> None:
 
 
 def list_runs(storage: str, on_damage: Callable[[DamagedError], object] = _warn_of) -> list[PastRun]:
-    """Every recorded run, the newest first.
-
-    Args:
-        on_damage: called for records that cannot be read or was changed; by default it logs a warning.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Every recorded run, the newest first; `on_damage` is that of `read_record`. Raises StorageError."""
     runs = Store.open(storage).child(RUNS)
     names = runs.children()
 
@@ -221,11 +211,7 @@ def raise_damage(damage: DamagedError) -> NoReturn:
 
 
 def read_run(storage: str, run_id: str, on_damage: Callable[[DamagedError], object] = _warn_of) -> PastRun | None:
-    """The run of a whole id; None where none is recorded. `on_damage` is that of `read_record`.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """The run of a whole id; None where none is recorded. `on_damage` is that of `read_record`. Raises StorageError."""
     return _read(run_id, read_record(run_folder(storage, run_id), on_damage))
 
 
@@ -275,12 +261,7 @@ def read_tags(storage: str, run: PastRun) -> list[str]:
 
 
 def tag_run(storage: str, run: PastRun, name: str) -> None:
-    """Give a run a name, under which it is found and which keeps it from being cleaned up. Safe to repeat.
-
-    Raises:
-        ConfigError: not a name, another run has it, or the run was removed meanwhile.
-        StorageError: the storage cannot be written.
-    """
+    """Give a run a name, under which it is found and which keeps it from being cleaned up. Safe to repeat."""
     if not _TAG.fullmatch(name) or name == NEWEST:
         what = "A tag consists of letters, digits, '.', '_' and '-', at most 64 of them, and is not 'last'."
         raise ConfigError(what, field="NAME", value=name, remedy="Choose a name such as baseline or v1.2.")
@@ -307,14 +288,7 @@ def untag_run(storage: str, run: PastRun, name: str) -> None:
 
 
 def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun:
-    """The newest run that did not finish, and that no later run of its pipeline has replaced.
-
-    Args:
-        at_work: ids of runs that a process works on now; they are left out.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The newest run, but those `at_work`, that did not finish, and that no later run of its pipeline has replaced."""
     runs = [run for run in list_runs(storage) if run.id not in at_work]
     done: set[str] = set()
     for run in runs:
@@ -334,11 +308,7 @@ def newest_unfinished(storage: str, *, at_work: Collection[str] = ()) -> PastRun
 
 
 def describe_changes(storage: str, run: PastRun, keys: Mapping[str, StageKey]) -> list[Difference]:
-    """Changes of spec and recipe since then: functions, settings, versions, sources.
-
-    Args:
-        keys: stage -> its key as far as they decide it now.
-    """
+    """Changes of spec and recipe since then; `keys` are those of the stages as far as they are decided now."""
     try:
         recorded = parse_record(run_folder(storage, run.id).read_if_exists(KEYS_FILE, limit=_KEYS_BYTES))
         found = [
@@ -361,11 +331,7 @@ def take_result(storage: str, run: PastRun, stage: str) -> tuple[StageManifest |
 
 
 def find_first_missing(run: PastRun, stages: Sequence[str]) -> str:
-    """The stage to continue with: the one that failed, else the first of `stages` that was not committed.
-
-    Raises:
-        ConfigError: the run has all of them.
-    """
+    """The stage to continue with: the one that failed, else the first not committed; ConfigError for none."""
     missing = [name for name in stages if name == run.failed or name not in run.stages]
     if missing:
         return missing[0]

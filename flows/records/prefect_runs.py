@@ -68,11 +68,7 @@ class DeadRun:
 
 
 def find_flow_run(name: str, started: datetime) -> UUID | None:
-    """The Prefect run of this name that began nearest to a time: other storages may have runs of the same name.
-
-    Raises:
-        httpx.HTTPError: the server does not answer.
-    """
+    """The Prefect run of this name that began nearest to a time: other storages may have runs of the same name."""
     from prefect.client.schemas.filters import FlowRunFilter, FlowRunFilterName
 
     with quick_client() as client:
@@ -93,8 +89,7 @@ def current_flow_run_id() -> UUID | None:
 def created_by_this_process() -> Iterator[None]:
     """Mark the flow run that is created inside the block as this process's, from its first moment on.
 
-    The mark is a tag, because Prefect takes nothing else when it creates a run; `own_flow_run` puts labels in its
-    place.
+    The mark is a tag, because Prefect takes nothing else at a run's creation; `own_flow_run` puts labels in its place.
     """
     from prefect import tags
 
@@ -195,10 +190,7 @@ def _is_labelled(flow_run_id: UUID, tags: set[str] | None) -> bool:
 def sweep_dead_runs() -> list[DeadRun]:
     """Set every run to Crashed whose process is certainly gone, with its task runs; Cancelled if that was asked for.
 
-    Takes two looks, two seconds apart, if there is anything to sweep: a run that changes in between is left alone.
-
-    Raises:
-        httpx.HTTPError: the server does not answer.
+    Takes two looks, two seconds apart, if there is anything to sweep. Raises httpx.HTTPError if no server answers.
     """
     with quick_client() as client:
         return _sweep(client)
@@ -216,16 +208,13 @@ def configured_api() -> str | None:
 def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
     """Set the flow runs of processes that have ended to Crashed, unless another process works on them by now.
 
-    Takes two looks, two seconds apart, as the sweep does.
+    Takes two looks, two seconds apart, as the sweep does. Raises httpx.HTTPError if no server answers.
 
     Args:
         gone: id of a flow run, and its process as the sign of life names it.
 
     Returns:
         The ids that stay open: "unknown" to this server, or "starting" again.
-
-    Raises:
-        httpx.HTTPError: the server does not answer.
     """
     left: dict[str, Left] = {}
     with quick_client() as client:

@@ -37,9 +37,7 @@ def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object])
         say: called with a line where the recipe is not the project's own.
 
     Raises:
-        ConfigError: the spec is gone or torn, the recipe is neither here nor whole in the storage, or the check of the
-            spec fails.
-        StorageError: the storage cannot be read, or this user's cache not be written.
+        ConfigError: the spec is gone or torn, the recipe is neither here nor whole in the storage, or the check fails.
     """
     raw = read_spec_record(storage, run)
     store = Store.open(storage)
@@ -58,11 +56,7 @@ def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object])
 def read_kept_spec(storage: str, run: PastRun, say: Callable[[str], object]) -> PipelineSpec:
     """The spec of a run with the recipe of that time: the project's own if it is unchanged, else what the run kept.
 
-    Args:
-        say: called with a line where the recipe is not the project's own.
-
-    Raises:
-        ConfigError, StorageError: as `read_recorded_spec`; the spec is not checked.
+    It is not checked; otherwise as `read_recorded_spec`.
     """
     spec = parse_spec(read_spec_record(storage, run))
     # A recipe by name is the installed one: what recipes share is not part of a copy.

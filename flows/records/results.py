@@ -29,14 +29,7 @@ _MOST_METRICS = 6
 
 @dataclass(frozen=True)
 class StageOutcome:
-    """The end of a stage.
-
-    Attributes:
-        reason: why it ran, was cached, failed or was skipped.
-        seconds: how long it took.
-        manifest: its committed result as `StageManifest.to_dict`; None when it has none.
-        places: label -> URL of what people look for in its result ("model").
-    """
+    """The end of a stage; `manifest` is `StageManifest.to_dict`, `places` are label -> URL of what people look for."""
 
     stage: str
     status: Status
@@ -152,11 +145,7 @@ def collect_metrics(outcomes: Iterable[StageOutcome]) -> dict[str, float]:
 
 
 def flat_metrics(metrics: Mapping[str, Any], *, timings: bool = False) -> dict[str, float]:
-    """Metrics by one name each: ``{"test": {"test_error": 0.1}}`` is ``{"test_error": 0.1}``.
-
-    Args:
-        timings: keep times and speeds, which are left out otherwise.
-    """
+    """``{"test": {"test_error": 0.1}}`` as ``{"test_error": 0.1}``; times and speeds only with `timings`."""
     flat: dict[str, float] = {}
     for name, value in metrics.items():
         if isinstance(value, Mapping):
@@ -174,11 +163,7 @@ def evaluation_warnings(result: PipelineResult) -> list[str]:
 
 
 def read_training_history(stage: Store) -> list[Entry]:
-    """The trainer's log, as mappings with their `step`; empty where the stage left none.
-
-    Raises:
-        StorageError: the storage cannot be read. ValueError: the file is torn.
-    """
+    """The trainer's log, as mappings with their `step`; empty where the stage left none. Raises ValueError if torn."""
     data = stage.read_if_exists("history.json", limit=_LIMIT)
     if not data:
         return []

@@ -22,15 +22,7 @@ _KEPT = (SPEC_FILE, ARGUMENTS_FILE, KEYS_FILE, MODEL_FILE)
 
 
 def write_lineage(storage: str, folder: Store, record: Mapping[str, Any]) -> None:
-    """Write the lineage of a run that has ended.
-
-    Args:
-        folder: the run's.
-        record: its record, `run.json`.
-
-    Raises:
-        StorageError: the storage cannot be read or written.
-    """
+    """Write the lineage of a run that has ended into its folder; `record` is its `run.json`. Raises StorageError."""
     lineage = compose_lineage(storage, folder, record, files=tuple(_kept_files(folder)))
     folder.write_bytes(FILE, lineage.to_json())
 
@@ -38,11 +30,7 @@ def write_lineage(storage: str, folder: Store, record: Mapping[str, Any]) -> Non
 def compose_lineage(
     storage: str, folder: Store, record: Mapping[str, Any], *, files: tuple[FileEntry, ...] = ()
 ) -> Lineage:
-    """The lineage of a run, from its record and the commit files of its stages; their files are not read.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """The lineage of a run, from its record and the commit files of its stages; their files are not read."""
     keys = {str(stage): str(key) for stage, key in dict(record.get("stages") or {}).items()}
     order = [*(name for name in stage_names() if name in keys), *sorted(set(keys) - set(stage_names()))]
     found = (look_up_in(storage, name, keys[name]) for name in order)

@@ -65,10 +65,8 @@ class Attempt:
         number: from 1.
         started, ended: ISO-8601 in UTC; ended is None while it runs, and of one that died.
         outcome: "committed", "failed", "interrupted", or "open".
-        reason: why the stage ran.
         decision: whether it was tried again, and why (not).
         error: the record of its failure; empty without one.
-        where: host and process.
     """
 
     stage: str
@@ -248,12 +246,9 @@ class LogReader:
 
 
 def read_attempts(storage: str, run: PastRun) -> list[Attempt]:
-    """The attempts at the stages that a run worked in, in their order.
+    """The attempts at the stages that a run worked in, in their order. Raises StorageError.
 
     A stage's folder belongs to its key: an attempt of another run with the same key is among them.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     found = []
     for stage, key in {**run.stages, **run.worked_in}.items():

@@ -130,11 +130,7 @@ _log = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def run_artifacts(result: PipelineResult, record: RunRecord) -> Iterator[None]:
-    """After the block, give the Prefect run that this code runs in its artifacts.
-
-    Args:
-        record: what has the charts at the end of the block.
-    """
+    """After the block, give the Prefect run that this code runs in its artifacts, with the charts of `record`."""
     try:
         yield
     finally:

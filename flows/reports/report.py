@@ -80,11 +80,7 @@ class Section:
 
 
 def draw_charts(history: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Title -> SVG of the loss (training and evaluation), the other evaluation metrics, and the learning rate.
-
-    Args:
-        history: the trainer's log; a picture without points is left out.
-    """
+    """Title -> SVG of the losses, the other evaluation metrics, and the learning rate in a trainer's log."""
     series = _read_series(history)
     # train_loss is the mean over the whole run: a number, not a curve.
     losses = {key: series[key] for key in series if key.endswith("loss") and key != "train_loss"}

@@ -62,11 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 def has_nothing_to_do(plan: Plan, record: Mapping[str, Any]) -> bool:
-    """Whether a plan finds every result committed, and its run finished, tracked and registered as the spec wants it.
-
-    Args:
-        record: the run's record; empty: there is none.
-    """
+    """Whether every result of a plan is committed, and its run's record finished, tracked and registered as wanted."""
     spec = plan.spec
     if record.get("status") != "FINISHED" or plan.context.force:
         return False

@@ -206,11 +206,7 @@ class RunTracking:
 
     @classmethod
     def open(cls, plan: Plan, result: PipelineResult, run_id: str, *, known: Mapping[str, Any]) -> Self | None:
-        """Open the run, or take up the one of an earlier command; None where tracking is off.
-
-        Args:
-            known: the record of the earlier command; empty if there was none.
-        """
+        """Open the run, or take up the one of an earlier command, by its record `known`; None where tracking is off."""
         spec, storage = plan.spec, Store.open(plan.spec.storage)
         finished = known.get("status") == "FINISHED"
         # A finished run is history: what runs now gets an MLflow run of its own.
@@ -461,11 +457,7 @@ class ModelTracking:
             write_or_warn("predicted columns", partial(log_outputs, run, exported, manifest))
 
     def read_outcome(self, *, waits: bool) -> Registered | None:
-        """The outcome of this run's registration; None if it asked for none, or if it is not known.
-
-        Args:
-            waits: give the server some seconds to decide it.
-        """
+        """The outcome of this run's registration, for which it `waits` some seconds; None: it is not known."""
         run, folder = self._run, self._folder
         if run is None or self.registered is None:
             return None

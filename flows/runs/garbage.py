@@ -113,11 +113,7 @@ def _is_there(facts: PublishFacts) -> bool:
 
 
 def find_versions(storage: str, runs: Iterable[PastRun], config: TrackingConfig) -> list[Referrer]:
-    """The registered versions in the registries of these runs and of the spec, and what they refer to.
-
-    Raises:
-        InfrastructureError: a registry cannot be asked.
-    """
+    """The versions in the registries of these runs and the spec, and what they refer to. Raises InfrastructureError."""
     root = Store.open(storage)
     own = tracking_uri(config, root)  # with credentials, where the environment has them
     uris = {own}
@@ -251,16 +247,13 @@ class Garbage:
 def find_garbage(
     storage: str, *, keep: int | None = None, config: TrackingConfig | None = None, skip_registry: bool = False
 ) -> Garbage:
-    """Find what nothing refers to. Nothing is changed.
+    """Find what nothing refers to. Nothing is changed. Raises StorageError.
 
     Args:
         keep: number of a pipeline's newest runs that stay, failed ones included, and the newest that
             finished; None: every run stays.
         config: the spec's `tracking` section; None: where a storage keeps its runs by default.
         skip_registry: do not ask MLflow's registry.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     changed: list[DamagedError] = []
     garbage, runs = Garbage(), _list_runs(storage, changed.append)
@@ -420,11 +413,9 @@ def remove_garbage(
     skip_registry: bool = False,
     on_removed: Callable[[Item], object] = lambda _: None,
 ) -> list[Item]:
-    """Remove what was found, unless something refers to it by now, and return what is gone.
+    """Remove what was found, unless something refers to it by now, and return what is gone. Raises StorageError.
 
-    Raises:
-        InfrastructureError: MLflow's registry cannot be asked; nothing more is removed then.
-        StorageError: the storage cannot be read or written.
+    Raises InfrastructureError, and removes nothing more, if MLflow's registry cannot be asked.
     """
     if garbage.obstacle is not None:
         raise garbage.obstacle

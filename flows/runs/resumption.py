@@ -30,7 +30,6 @@ def prepare_resumption(
 
     Raises:
         ConfigError: its spec or recipe is gone, or something that it needs is not here.
-        StorageError: the storage cannot be read.
     """
     spec = read_recorded_spec(storage, past, say)
     plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.first_started)
@@ -43,15 +42,7 @@ def prepare_resumption(
 
 
 def require_unfinished(past: PastRun, status: RunStatus | None, *, named: str) -> None:
-    """Refuse a run that has finished, or that a process works on.
-
-    Args:
-        status: how it is now, if it is running.
-        named: the word that meant it, for the message of an error.
-
-    Raises:
-        ConfigError: there is nothing to continue with.
-    """
+    """Raise ConfigError, about the word `named`, for a run that has finished or, with a `status`, is running."""
     if status is not None:
         remedy = "Wait for it, or stop it; trainflow status shows its process."
         raise ConfigError(f"This run is still running: {status.where}.", field="RUN", value=named, remedy=remedy)
@@ -88,12 +79,7 @@ def find_still_forced(past: PastRun, plan: Plan) -> list[str]:
 
 
 def plan_of_try(choose: Callable[..., Plan], force: Sequence[str], began: datetime | None) -> Plan:
-    """Plan one try of a flow run: a retry continues from what the tries before it have forced.
-
-    Args:
-        choose: makes a plan from `force` and `as_of`.
-        began: when the first try began; None: this is the first.
-    """
+    """Plan one try of a flow run, whose first try `began` then: a retry continues from what earlier tries forced."""
     if began is not None and force:
         force = _left_to_force(force, choose(as_of=began), began)
     return choose(force=force, as_of=began)

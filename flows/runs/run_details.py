@@ -33,13 +33,9 @@ class StageDetails:
 
     Attributes:
         state: ran, cached, failed, skipped, running, interrupted, or waiting.
-        seconds: how long it took; None: not known.
-        reason: why it ran, was cached, failed or was skipped.
         key: its content key; None: it was not reached.
-        url: its folder.
         committed: when its result was committed; None: there is none, or it is gone.
         digest: content digest of its files.
-        metrics: name -> number.
         places: label -> URL of what people look for.
         record: the record of the key; empty where it is gone.
     """
@@ -76,8 +72,6 @@ class RunDetails:
     Attributes:
         spec: the spec as it was recorded, overrides included; empty where it is gone.
         arguments: stage -> every training argument, as they were worked out then.
-        tags: names that people gave it.
-        attempts: every attempt at its stages.
         places: label -> URL: model, predictions, report, MLflow run, publication.
         compared: rows of `compare_with_plan`.
     """
@@ -141,14 +135,7 @@ class RunDetails:
 
 
 def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> RunDetails:
-    """Everything that is recorded about a run.
-
-    Args:
-        is_at_work: whether a process works on it now: a stage without an end is then running.
-
-    Raises:
-        StorageError: the storage cannot be read.
-    """
+    """Everything that is recorded about a run; while it `is_at_work`, a stage without an end is running."""
     folder = run_folder(storage, run.id)
     names = [name for name in stage_names() if name in _named(run)]
     stages = tuple(_read_stage(storage, run, name, is_at_work) for name in names)
@@ -243,15 +230,11 @@ class MetricPair:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The differences of the second of two runs from the first, and all metrics of both.
+    """The differences of the second of two runs from the first, and every metric that one of them has.
 
     Attributes:
-        spec: settings.
-        code: sentences about functions, statements and files.
-        data: sentences about sources, prepared data and its splits.
-        versions: of packages and of Python.
+        code, data: sentences about functions, statements and files; about sources, prepared data and its splits.
         arguments: training arguments that differ although no setting of the spec says so.
-        metrics: every metric that one of them has.
     """
 
     old: RunDetails

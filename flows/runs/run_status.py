@@ -87,9 +87,6 @@ def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
 
     Args:
         closely: ids of runs that are running until their processes have ended, also when the record says how.
-
-    Raises:
-        StorageError: the storage cannot be read.
     """
     return [_look_at(storage, run, run.id in closely) for run in list_runs(storage)]
 
@@ -106,11 +103,7 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
     """The states of all recorded runs, the newest first.
 
     Args:
-        on_wait: called with their number before the processes of other machines that seem silent are watched for half
-            a minute.
-
-    Raises:
-        StorageError: the storage cannot be read.
+        on_wait: called with the number of silent processes of other machines, before half a minute's watch of them.
     """
     found = _look(storage)
     suspects = [(run_folder(storage, run.id), sign) for run, signs in found for sign in signs if _seems_silent(sign)]
@@ -125,12 +118,8 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
 def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
     """Record how dead processes ended: in Prefect, which must have an API here, and on the storage.
 
-    Returns:
-        What could not be recorded, and what to do.
-
-    Raises:
-        httpx.HTTPError: Prefect's server does not answer; what it must learn is then not forgotten.
-        StorageError: the storage cannot be written.
+    Returns what could not be recorded, and what to do. Raises httpx.HTTPError if Prefect's server does not answer; what
+    it must learn is then not forgotten.
     """
     sweep_dead_runs()
     folders = {status.run.id: run_folder(storage, status.run.id) for status in statuses}
@@ -217,7 +206,6 @@ class StageProgress:
         seconds: how long it took, or has been running; None: not known.
         share: how much of it is done, from 0 to 1; None: not known.
         eta_s: seconds until it ends, by its own speed; None: not known.
-        text: where it is.
     """
 
     stage: str

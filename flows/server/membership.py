@@ -137,10 +137,7 @@ class Membership:
         raise self._failure(f"It did not answer within {self._timeout_s} s.")
 
     def look_after(self) -> None:
-        """From now on, until `leave`, start the server again whenever it is killed or hangs.
-
-        A run needs it at its end, hours from now.
-        """
+        """From now on, until `leave`, start the server again when it is killed or hangs: a run needs it at its end."""
         self._keeper = threading.Thread(target=self._keep, name="trainflow-prefect-keeper", daemon=True)
         self._keeper.start()
 

@@ -33,14 +33,7 @@ _LIMIT = 4096
 
 @dataclass
 class Watch:
-    """One watched URL and the deployment that it starts.
-
-    Attributes:
-        url: folder or URL.
-        deployment: its full name, `pipeline/NAME`.
-        spec: what the deployment runs; the note lies on its storage.
-        say: called with a line for people.
-    """
+    """One watched folder or URL, and the deployment, `pipeline/NAME`, that it starts; its note is on its storage."""
 
     url: str
     deployment: str
@@ -93,15 +86,7 @@ class Watch:
             done.wait(every_s)
 
     def look(self) -> bool:
-        """Compare the listing with the one that was noted; start a run if it has changed and settled.
-
-        Returns:
-            Whether a run was started.
-
-        Raises:
-            StorageError: the URL or the storage cannot be read.
-            httpx.HTTPError: Prefect's server does not answer.
-        """
+        """Start a run if the listing is not the one that was noted, and has settled; whether one was started."""
         found = self._listing()
         note = parse_record(self._notes().read_if_exists(self._name, limit=_LIMIT))
         if note.get("seen") is None:

@@ -23,9 +23,7 @@ _RRULE = "Write a rule of RFC 5545, such as 'FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BY
 class Schedule:
     """When a deployment runs by itself: by `cron`, by `rrule`, every `interval_s` seconds, or never.
 
-    Raises:
-        ConfigError: more than one of them is given, or the time zone is unknown. (That a rule can be read is checked by
-            `prefect`.)
+    Raises ConfigError for more than one of them, or an unknown time zone; `prefect` checks whether a rule can be read.
     """
 
     cron: str | None = None
@@ -60,11 +58,7 @@ class Schedule:
         return "no schedule" if self.interval_s is None else f"every {describe(timedelta(seconds=self.interval_s))}"
 
     def prefect(self) -> PrefectSchedule | None:
-        """This schedule as Prefect's own object; None without a schedule.
-
-        Raises:
-            ConfigError: a rule cannot be read, or no run would ever start by it.
-        """
+        """This schedule as Prefect's own object; None without one. Raises ConfigError if no run would ever start."""
         from prefect.schedules import Cron, Interval, RRule
 
         # Computed once here, so that a rule without a firing is refused and not deployed.
@@ -80,11 +74,7 @@ class Schedule:
         return None if self.cron is None else Cron(self.cron, timezone=self.timezone)
 
     def next_firings(self, count: int, after: datetime | None = None) -> list[datetime]:
-        """The next times at which a run starts, in the schedule's time zone; none without a schedule.
-
-        Raises:
-            ConfigError: a rule cannot be read.
-        """
+        """The next times at which a run starts, in the schedule's time zone; none without one. Raises ConfigError."""
         schedule = self._checked()
         if schedule is None:
             return []

@@ -58,11 +58,7 @@ def log_path(storage: str, folder: str | None, name: str) -> Path:
 
 @contextlib.contextmanager
 def logged(path: Path) -> Iterator[None]:
-    """Inside the block everything that goes to stdout and stderr is written to the file at `path`, too.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """Inside the block write what goes to stdout and stderr to the file at `path`, too. Raises StorageError."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handler = RotatingFileHandler(path, maxBytes=_BYTES, backupCount=_KEPT, encoding="utf-8", delay=False)
@@ -177,18 +173,13 @@ def serve(
         if dates := schedule.next_firings(_SHOWN):
             say(show_firings(dates))
         elif watching is None:
-            say(_how_to_start(name, is_embedded=server_folder(url) is not None))
+            # The embedded server asks for a password, which its page has.
+            page = f"trainflow ui SPEC, and on Prefect's page Deployments, {name}, Run."
+            say(f"Start a run: {page if server_folder(url) else f'prefect deployment run {FLOW}/{name}'}")
         say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
         with contextlib.chdir(folder), _watched(watching, watch_every_s):
             asyncio.run(_until_signalled(runner, say))
-
-
-def _how_to_start(name: str, *, is_embedded: bool) -> str:
-    """The command that starts a run of what is served; the embedded server asks for a password, which the page has."""
-    if is_embedded:
-        return f"Start a run: trainflow ui SPEC, and on Prefect's page Deployments, {name}, Run."
-    return f"Start a run: prefect deployment run {FLOW}/{name}"
 
 
 @contextlib.contextmanager
@@ -212,11 +203,7 @@ def _watched(watching: Watch | None, every_s: float) -> Iterator[None]:
 def watch_for(
     url: str, deployment: str, *, every_s: float, say: Callable[[str], object], done: threading.Event
 ) -> None:
-    """Look for new data under `url` until `done` is set, and start the deployment on the configured server.
-
-    Raises:
-        ConfigError: no server is configured, there is no such deployment, or the URL cannot be listed.
-    """
+    """Look for new data under `url` until `done` is set, and start the deployment on the configured server."""
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
@@ -290,10 +277,9 @@ def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Target:
-    """The place that starts a deployment's runs.
+    """The place that starts a deployment's runs: a work pool.
 
     Attributes:
-        pool: the work pool.
         image: the container that runs it, for pools of type docker and kubernetes.
         variables: further job variables, as NAME=VALUE.
         limit: how many of its runs may be running at once, the others wait; None: any number.
@@ -311,15 +297,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Deployed:
-    """A pipeline that a work pool runs.
-
-    Attributes:
-        name: of the deployment, with that of its flow.
-        schedule: in words.
-        next_runs: when it begins next, in words; "" without a schedule.
-        note: what its paths are, where the runs are in containers.
-        commands: what to do next -> the command.
-    """
+    """A pipeline that a work pool runs: its name with that of its flow, when it begins, a note, and what to do next."""
 
     name: str
     pool: str
@@ -336,11 +314,7 @@ class Deployed:
 
 
 def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str | None) -> Deployed:
-    """Register the pipeline with a work pool of the configured server.
-
-    Raises:
-        ConfigError: no server is configured, the pool is absent or of an unknown type, or a job variable cannot work.
-    """
+    """Register the pipeline with a work pool of the configured server. Raises ConfigError if that cannot work."""
     when = schedule.prefect()
     name = name or spec.name
     if target.watch is not None:
@@ -394,14 +368,11 @@ def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
 def read_variables(
     given: Sequence[str], image: str | None, pool_type: str, template: Mapping[str, Any], env: Mapping[str, str]
 ) -> dict[str, Any]:
-    """The job variables of a deployment, from ``--job-variable NAME=VALUE`` and ``--image``.
+    """The job variables of a deployment, from ``--job-variable NAME=VALUE`` and ``--image``. Raises ConfigError.
 
     Args:
         template: the pool's base job template, which says what variables there are.
         env: variables of the run's environment that the deployment needs.
-
-    Raises:
-        ConfigError: the pool has no such variable, or an image is missing or has no meaning.
     """
     known = template.get("variables", {}).get("properties", {})
     found = dict(_read_variable(text, known) for text in given)

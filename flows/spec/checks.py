@@ -31,11 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_adapters(spec: PipelineSpec) -> None:
-    """Refuse to merge adapters that a recipe by name does not train; of other recipes the trained model tells.
-
-    Raises:
-        ConfigError: the spec merges adapters and trains none.
-    """
+    """Refuse to merge adapters that a recipe by name does not train; of other recipes the trained model tells."""
     if not (spec.publish.enabled and spec.publish.merge_adapters):
         return
     if recipe_name(spec.recipe) in ABOUT and not spec.train.model.get("adapter"):
@@ -95,11 +91,7 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
 
 
 def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
-    """Check everything about a spec that can be checked without running anything.
-
-    Raises:
-        ConfigError: the first thing that would make the run fail later.
-    """
+    """Raise ConfigError for the first thing that would make the run fail later, and shows without running anything."""
     _check_recipes(spec, resolver)
     _check_storage(spec)
     _check_refresh(spec)
@@ -393,11 +385,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def check_splits(spec: PipelineSpec, prepared: Mapping[str, PreparedSplit]) -> None:
-    """Check that every split which a later stage names was prepared, and the columns that it is measured by.
-
-    Raises:
-        ConfigError: a split or a column is missing.
-    """
+    """Raise ConfigError for a split that a later stage names and that was not prepared, or a column to measure by."""
     named = [
         (f"{stage.section}.{setting}", split)
         for stage in all_stages()

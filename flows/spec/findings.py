@@ -72,12 +72,7 @@ class _Finding:
 
 
 def spec_error(error: ValidationError, raw: Mapping[str, Any], model: type[BaseModel]) -> ConfigError:
-    """Return pydantic's findings as one ConfigError: the first key in full, the others by name.
-
-    Args:
-        raw: what was validated.
-        model: the class of the spec, which describes the settings.
-    """
+    """Pydantic's findings about `raw` as one ConfigError: the first key in full, the others by name."""
     found: dict[str, list[_Finding]] = {}
     values: dict[str, Any] = {}
     for item in error.errors(include_url=False):

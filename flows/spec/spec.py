@@ -66,11 +66,7 @@ _EVERY = LIMIT_STEPS // 2
 
 
 def limit_spec(spec: PipelineSpec, resolver: Resolver) -> PipelineSpec:
-    """Return the spec of the check that `spec.limit` asks for; the spec itself without a limit.
-
-    Raises:
-        ConfigError: an argument of the training is unknown or has a value that it does not take.
-    """
+    """Return the spec of the check that `spec.limit` asks for; the spec itself without a limit. Raises ConfigError."""
     if spec.limit is None:
         return spec
     tracking, publish = spec.tracking, spec.publish
@@ -286,11 +282,7 @@ class PipelineSpec(Settings):
         return copy
 
     def check(self) -> None:
-        """Check what the fields alone do not show: missing files, unknown stores, bad arguments.
-
-        Raises:
-            ConfigError: the first thing that would make the run fail later.
-        """
+        """Raise ConfigError for what the fields alone do not show: missing files, unknown stores, bad arguments."""
         _checks.check_spec(self, self.resolver)
 
 
@@ -397,11 +389,7 @@ def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
 
 
 def spec_parameter(spec: PipelineSpec) -> dict[str, Any]:
-    """The spec as a parameter of a flow: itself, or the file on its storage that holds it, if Prefect refuses its size.
-
-    Raises:
-        StorageError: the file cannot be written.
-    """
+    """The spec as a parameter of a flow; where Prefect would refuse its size, the file on its storage that holds it."""
     raw = spec.model_dump(mode="json")
     data = json.dumps(raw).encode()
     if len(data) <= _PARAMETER_BYTES:
@@ -542,11 +530,7 @@ def spec_here() -> Path | None:
 
 
 def storage_here() -> str | None:
-    """The storage of the spec in the working directory, else .trainflow there; None: it has neither.
-
-    Raises:
-        ConfigError: pipeline.yaml is not a spec.
-    """
+    """The storage of the spec in the working directory, else .trainflow there; None: neither. Raises ConfigError."""
     if (spec := spec_here()) is not None:
         return storage_of(spec)
     return ".trainflow" if Path(".trainflow").is_dir() else None

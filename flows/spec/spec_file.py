@@ -12,11 +12,7 @@ MAX_BYTES = 1 << 20
 
 
 def read_spec_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return the mapping in a YAML or JSON file, and the lines (from 1) of its dotted keys.
-
-    Raises:
-        ConfigError: not there, not a file, larger than 1 MiB, not UTF-8, malformed, a repeated key, or not a mapping.
-    """
+    """The mapping in a YAML or JSON file, and the lines (from 1) of its dotted keys. Raises ConfigError."""
     text = _read_text(path)
     if path.suffix == ".json":
         data, lines = _load_json(path, text), dict[str, int]()
@@ -30,11 +26,7 @@ def read_spec_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def parse_override_value(text: str) -> Any:
-    """Return the value of an override: JSON or YAML when it begins with a bracket or a quote, else a YAML scalar.
-
-    Raises:
-        ValueError: brackets or quotes that do not close.
-    """
+    """The value of an override: JSON or YAML after a bracket or a quote, else a YAML scalar. Raises ValueError."""
     from trainer_lib.base.yaml_text import YamlProblem, parse_yaml, parse_yaml_scalar
 
     try:
@@ -84,11 +76,7 @@ def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
 
 
 def apply_override(raw: dict[str, Any], text: str) -> str:
-    """Set ``a.b=value`` in `raw`; the dotted key.
-
-    Raises:
-        ConfigError: the text is not of that form, or something above the key holds one value.
-    """
+    """Set ``a.b=value`` in `raw`; the dotted key. Raises ConfigError for another form."""
     key, equals, value_text = text.partition("=")
     key = key.strip()
     if not equals or not all(key.split(".")):
@@ -107,11 +95,7 @@ def apply_override(raw: dict[str, Any], text: str) -> str:
 def set_field(raw: dict[str, Any], key: str, value: Any, *, shown: str, where: str) -> None:
     """Set the field with a dotted key in `raw`, and make the sections above it where they are missing.
 
-    Args:
-        shown, where: the value as it was written, and its place, for an error.
-
-    Raises:
-        ConfigError: something above the key holds one value.
+    Raises ConfigError, with the value as it was `shown` and `where`, if something above the key holds one value.
     """
     parts = key.split(".")
     place: Any = raw

@@ -40,13 +40,7 @@ State = Literal["waiting", "running", "complete", "pruned", "failed"]
 
 @dataclass(frozen=True)
 class TrialState:
-    """One trial, as the ledger has it.
-
-    Attributes:
-        values: field -> value.
-        objective: what it reached, in the order of the objectives; None before its end.
-        notes: what its process wrote down: run, steps, seconds, reason.
-    """
+    """One trial, as the ledger has it: field -> value, what it reached at its end, and what its process wrote down."""
 
     number: int
     state: State
@@ -56,12 +50,7 @@ class TrialState:
 
 
 class Claim:
-    """A trial that this process works on. `release` gives its lock back.
-
-    Attributes:
-        number, values: of the trial.
-        is_resumed: whether another process began it.
-    """
+    """A trial that this process works on, perhaps one that another process began. `release` gives its lock back."""
 
     def __init__(
         self, file: Path, study: Any, trial: Any, values: Mapping[str, Any], lock: Any, *, is_resumed: bool

@@ -21,12 +21,10 @@ class SweepResult:
     """A sweep, as its ledger has it when a command on it ends.
 
     Attributes:
-        name, pipeline, storage: the sweep's, the pipeline's, and where everything lies.
         objective, direction: the metrics, and what is wanted of them.
         wanted: how many trials there are to be.
         best: the number of the best trial; several: those that no other beats in everything.
         best_specs: trial -> the spec that runs it, with everything else that the sweep's spec has on.
-        report_url: the report.
         error: the failure that ended the command; the trials that had ended stay.
     """
 

@@ -54,13 +54,7 @@ _LEAST = 2
 
 
 def draw_study(study: Any, objectives: Sequence[str], pruned_by: str | None) -> list[tuple[str, bytes]]:
-    """Titles and SVG files of the pictures that the trials so far allow.
-
-    Args:
-        study: Optuna's study.
-        objectives: the names of its objectives.
-        pruned_by: the metric that trials report while they train; None: none.
-    """
+    """Titles and SVG files of the pictures that the trials of Optuna's study allow; `pruned_by`: a metric, or None."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # these functions are experimental by Optuna's word
         from optuna.visualization import matplotlib as plots
@@ -138,7 +132,6 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
 
     Raises:
         ConfigError: the spec has no sweep, or a sweep that cannot work, or its ledger is of another one.
-        StorageError: the storage cannot be written.
     """
     settings = sweep_of(spec)
     check_sweep(spec)
@@ -226,11 +219,7 @@ class _Sweep:
         run_as_flow(self._spec, self._settings, self._keep_slots, debug=self._debug)
 
     def _keep_slots(self, trials: UnseenTrials) -> str:
-        """Keep slots running until every trial has ended, one of them reports a failure, or we are interrupted.
-
-        Returns:
-            What of the failure, in one line; empty without one.
-        """
+        """Keep slots running until every trial has ended, or one of them fails; the failure in one line, or nothing."""
         self._shown, self._has_worked = trials, True
         self._open_run()
         missing = self._ledger.num_trials - sum(

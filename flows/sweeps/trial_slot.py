@@ -72,11 +72,7 @@ class Slot:
         self.ledger = Ledger.open(Path(orders["folder"]), self._settings)
 
     def work(self) -> None:
-        """Run trials until there is none left to claim.
-
-        Raises:
-            TrainflowError: a failure that would meet every trial, or one that another try may not meet.
-        """
+        """Run trials until none is left to claim. Raises a TrainflowError that is not one trial's own."""
         while (claim := self.ledger.claim()) is not None:
             try:
                 self._run(claim)

@@ -42,11 +42,7 @@ def sweep_of(spec: PipelineSpec) -> SweepSettings:
 
 
 def with_values(spec: PipelineSpec, values: Mapping[str, Any]) -> PipelineSpec:
-    """The spec with these fields set, and without its sweep: what `trainflow run` takes.
-
-    Raises:
-        ConfigError: a field does not exist, or has a wrong value.
-    """
+    """The spec with these fields set, and without its sweep: what `trainflow run` takes. Raises ConfigError."""
     raw = spec.to_record()
     for key, value in values.items():
         set_field(raw, key, value, shown=str(value), where="from sweep.space")
@@ -81,12 +77,7 @@ def pruning_metric(spec: PipelineSpec) -> str | None:
 
 
 def check_sweep(spec: PipelineSpec) -> None:
-    """Check what the fields of the sweep section alone do not show.
-
-    Raises:
-        ConfigError: a field of the space does not exist or refuses a value, an objective that no stage reports, or
-            pruning without evaluations.
-    """
+    """Raise ConfigError for what the fields of the sweep section alone do not show."""
     settings = sweep_of(spec)
     resolver = Resolver()
     for key, dimension in settings.space.items():

@@ -42,12 +42,7 @@ Events = queue.SimpleQueue[tuple["SlotProcess", dict[str, Any]]]
 
 
 class SlotProcess:
-    """One slot's process, in a session of its own: Ctrl-C reaches us, and we stop it.
-
-    Attributes:
-        number: of the slot, from 0; a process that takes the place of a dead one has its number.
-        log: the file of what it prints.
-    """
+    """One slot's process, in a session of its own: Ctrl-C reaches us, and we stop it; `log` has what it prints."""
 
     def __init__(self, number: int, orders: Mapping[str, Any], folder: Path, events: Events) -> None:
         self.number = number
@@ -119,15 +114,7 @@ _log = logging.getLogger(__name__)
 def run_as_flow(
     spec: PipelineSpec, settings: SweepSettings, work: Callable[[UnseenTrials], str], *, debug: bool
 ) -> None:
-    """Do the work of a sweep inside a flow of Prefect.
-
-    Args:
-        work: keeps slots running, tells its argument of their trials, and returns what failed.
-        debug: show Prefect's log here, too.
-
-    Raises:
-        KeyboardInterrupt: as the work was interrupted.
-    """
+    """Do the `work` of a sweep, which tells its argument of trials and returns what failed, in a flow of Prefect."""
     import httpx
 
     with prefect_api():

@@ -236,14 +236,7 @@ class Entry:
 
 
 def find(url: str) -> list[Entry]:
-    """Everything named like a checkpoint at `url`, newest step first within each run.
-
-    Args:
-        url: one checkpoint, a folder of checkpoints, a train stage's folder, or a storage root.
-
-    Raises:
-        ConfigError: no checkpoint is there; names what is there instead, if that is known.
-    """
+    """Everything named like a checkpoint at `url`, newest step first within each run; ConfigError for nothing."""
     store = open_link(url, field="url")
     parent, _, name = store.url.rstrip("/").rpartition("/")
     is_stage = bool(store.children(_CHECKPOINTS))  # which has a commit file as well

@@ -29,7 +29,7 @@ from trainflow.tasks.keys.resolver import Resolver
 
 if TYPE_CHECKING:
     from trainer_lib.protocol.footprint import Footprint
-    from trainflow.flows.planning.forecast import Forecast, Length
+    from trainflow.flows.planning.forecast import Forecast
     from trainflow.flows.planning.full_plan import FullPlan, Obstacle
     from trainflow.flows.planning.plan import Plan
     from trainflow.flows.records.past_runs import PastRun
@@ -87,8 +87,11 @@ def run(
     """
     words = replace(words, overrides=[*(words.overrides or []), *([] if limit is None else [f"limit={limit}"])])
     spec, overrides = words.choose()
-    parsed = load_spec(spec, overrides, Resolver(), needs_sweep=False)
-    if (config := _launch_of(parsed)).follows:  # it starts no engine and writes no record
+    resolver = Resolver()  # keeps its answers: the run that follows asks for them again
+    parsed = load_spec(spec, overrides, resolver, needs_sweep=False)
+    # This machine's part in the training, by the spec or the launcher (Slurm, torchrun) that started this process.
+    config = resolver.launch(parsed.train.launch, use_cpu=resolver.arguments(parsed.train.args).use_cpu)
+    if config.follows:  # it starts no engine and writes no record
         _follow_leader(config, form.console())
         return
     from trainflow.flows.planning.plan import Plan
@@ -112,12 +115,6 @@ def run(
         force=forced,
         from_run=from_run,
     )
-
-
-def _launch_of(spec: PipelineSpec) -> LaunchConfig:
-    """This machine's part in the training, by the spec or the launcher (Slurm, torchrun) that started this process."""
-    # The resolver keeps both answers: the run that follows asks for them again.
-    return spec.resolver.launch(spec.train.launch, use_cpu=spec.resolver.arguments(spec.train.args).use_cpu)
 
 
 @command("""
@@ -235,11 +232,7 @@ def join(
 
 
 def _follow_leader(config: LaunchConfig, out: Console) -> None:
-    """Take part in what the leading machine trains, to the end.
-
-    Raises:
-        TrainflowError: the failure that ended the training, or no machine led within the timeout.
-    """
+    """Take part in what the leading machine trains, to the end. Raises TrainflowError if no machine leads in time."""
     # Here, because it brings the guard and the arguments, which `trainflow --help` does not need.
     from trainer_lib.launch import follow, require_torch
 
@@ -256,17 +249,13 @@ def _follow_leader(config: LaunchConfig, out: Console) -> None:
 def execute(
     spec: PipelineSpec, *, title: str, again: Sequence[str], place: Sequence[str], form: Form, **choice: Any
 ) -> None:
-    """Run a pipeline and show how it goes.
+    """Run a pipeline and show how it goes; a failure is shown, and ends the process with its exit code.
 
     Args:
         title: the first line.
         again: the words of the command that continues it.
         place: the words that name its MLflow store to `trainflow ui` and `trainflow sync`.
         choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
-
-    Raises:
-        typer.Exit: the run failed; with the failure's exit code, after it was shown.
-        TrainflowError: it failed or was stopped, or the engine did not start.
     """
     from trainer_lib.launch import require_torch
     from trainer_lib.storage import Store
@@ -368,12 +357,9 @@ def _length(found: Forecast) -> Iterator[Text]:
     tokens = "" if found.tokens is None else f", {found.tokens:,} tokens"
     yield _row("training", f"{counted(length.steps, 'step')}, {length.samples:,} samples{tokens}")
     yield _row("", length.step)
-    yield _row("", f"{number_words(length.epochs)} passes over the data, {_often(length)}")
-
-
-def _often(length: Length) -> str:
     evaluated = f"{counted(length.evaluations, 'evaluation')} of {counted(length.evaluated_rows, 'row')}"
-    return f"{evaluated if length.evaluations else 'no evaluation'}, {counted(length.saves, 'save')}"
+    often = f"{evaluated if length.evaluations else 'no evaluation'}, {counted(length.saves, 'save')}"
+    yield _row("", f"{number_words(length.epochs)} passes over the data, {often}")
 
 
 def _memory(found: Forecast) -> list[Text]:

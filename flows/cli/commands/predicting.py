@@ -153,11 +153,7 @@ def ask_worker(request: Request[R], out: Console) -> R:
 
 
 def find_address(model: str) -> str:
-    """The address of a model; of the id, name or tag of a run, its folder on the storage of this folder.
-
-    Raises:
-        ConfigError: this folder has a storage, and no such run is recorded there.
-    """
+    """The address of a model; of a run's id, name or tag its folder on the storage here. Raises ConfigError."""
     use_registry_here(model, command="predict")
     storage = None if "/" in model or Path(model).exists() else storage_here()
     if storage is None:
@@ -384,11 +380,7 @@ def _metrics_of_run(found: FoundModel) -> dict[str, float]:
 
 
 def compare_measured(measured: Sequence[MeasureRowsResult], confidence: float) -> dict[str, list[float]]:
-    """Metric -> [difference, low, high] of the first model and the second, on the rows and over the same resamples.
-
-    Raises:
-        ConfigError: the files have other rows for the second than for the first.
-    """
+    """Metric -> [difference, low, high] of the first model and the second, on the rows and over the same resamples."""
     first, second = measured
     if first.digest != second.digest:
         what = "The files changed while the models were measured."
@@ -494,11 +486,7 @@ def converse(
     debug: bool = False,
     read: Callable[[str], str] | None = None,
 ) -> None:
-    """Answer lines until /exit or the end of the input; a failure is shown, and the conversation stays.
-
-    Args:
-        read: shows a prompt and returns a line, as `input`; None: that of the terminal.
-    """
+    """Answer lines until /exit or the end of the input; a failure is shown, and the conversation stays."""
     read = read or _read_line
     if not bare:
         out.print(Text(_WORDS, "dim"))

@@ -106,11 +106,7 @@ def verify(form: Form, address: Address, storage: StorageUrl = None) -> Answer:
 
 
 def _find(address: str, storage: str | None, *, lenient: bool) -> tuple[Chain, TrackingConfig]:
-    """The chain of an address, and the tracking settings of its storage; a name is looked for in this folder's.
-
-    Raises:
-        ConfigError, StorageError, DamagedError: as `trainflow.flows.lineage.lineage_chain.find_chain`.
-    """
+    """The chain of an address, and the tracking settings of its storage; a name is looked for in this folder's."""
     from trainflow.flows.lineage.lineage_chain import find_chain
 
     use_registry_here(address, command="lineage")

@@ -70,11 +70,7 @@ def parse_filter(text: str) -> Filter:
 
 
 def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], Any], bool]:
-    """The column of ``--sort``, and whether it is descending. Runs without that metric come last.
-
-    Raises:
-        ConfigError: it is neither a known word nor a metric of any run.
-    """
+    """The column of ``--sort``, and whether it is descending; runs without a value come last. Raises ConfigError."""
     reverse, name = text.startswith("-"), text.removeprefix("-")
     metrics = sorted({metric for run in runs for metric in run.metrics})
     if name not in _FIELDS and name not in metrics:

@@ -99,13 +99,7 @@ class TrackingPlace:
 
 
 def _find_place(words: PlaceWords, run: str | None) -> TrackingPlace:
-    """The tracking store of a spec or a storage, found exactly as a run finds it.
-
-    With neither: that of the storage of this folder, else MLFLOW_TRACKING_URI.
-
-    Raises:
-        ConfigError: the spec is bad, both are given, or nothing is recorded there yet.
-    """
+    """The tracking store of a spec or a storage; with neither, that of this folder, else MLFLOW_TRACKING_URI."""
     uri = os.environ.get("MLFLOW_TRACKING_URI", "")
     if uri and not (words.place or words.storage or storage_here()):
         place = TrackingPlace(uri)
@@ -134,10 +128,6 @@ def _served(place: TrackingPlace, port: int | None) -> Iterator[str]:
     """MLflow's server inside the block; yields its address, with its token. One that runs already is used as it is.
 
     Everything it starts ends with the block, and also when this process is killed; no file is left then, either.
-
-    Raises:
-        ConfigError: the port is taken.
-        InfrastructureError: it did not start; the message ends with the last line of its log.
     """
     if place.server is not None:
         yield place.server
@@ -152,11 +142,7 @@ def _served(place: TrackingPlace, port: int | None) -> Iterator[str]:
 
 @contextlib.contextmanager
 def _prefect_served(run: PastRun | None) -> Iterator[str]:
-    """A Prefect server inside the block, the embedded one unless another is configured; yields the link to the run.
-
-    Raises:
-        TrainflowError: the configured server does not answer, or the embedded one did not start.
-    """
+    """A Prefect server inside the block, the embedded one unless another is configured; yields the link to the run."""
     from trainflow.flows.server.api import prefect_api
     from trainflow.flows.server.membership import find_page, sign_in_link
 
