@@ -1,4 +1,7 @@
-"""`trainflow follow`: wait for a training, evaluate its checkpoints, and end after it."""
+"""`trainflow follow`: wait for a training, evaluate its checkpoints, and end after it.
+
+It is found by its content key, so a spec in which only later stages were changed since finds the same training.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import contextlib
 import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,11 +32,6 @@ from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up, stage_store
 from trainflow.tasks.tracking import mlflow_run as tracking
 from trainflow.tasks.tracking.mlflow_run import RunHandle, find_waiting
-
-# The training that `trainflow follow` follows: where it is, whether it continues, and which MLflow run it has.
-#
-# It is found by its content key, so a spec in which only later stages were changed since finds the same training.
-
 
 SETTLE_S = 30.0
 """Seconds after the last beat of a process that died, in which its workers may still save the step they are at."""
@@ -141,7 +139,8 @@ class Watch:
         status = read_status(training.storage, run)
         if read_commit(training.stage, kind="stage") is not None:
             return Ending("committed", "The training is committed")
-        self.is_settling = status.state == "died" and _may_still_save(status)
+        age_s = None if status.sign is None else seconds_since(status.sign.at)
+        self.is_settling = status.state == "died" and age_s is not None and 0 <= age_s < SETTLE_S
         if self.is_settling:
             return None
         if not status.is_at_work:
@@ -156,11 +155,6 @@ class Watch:
         if status.sign.beat != self._beat:
             self._beat, self._since = status.sign.beat, self._clock()
         return self._clock() - self._since > PAUSE_S
-
-
-def _may_still_save(status: RunStatus) -> bool:
-    age_s = None if status.sign is None else seconds_since(status.sign.at)
-    return age_s is not None and 0 <= age_s < SETTLE_S
 
 
 OUTAGES = 30
@@ -213,7 +207,9 @@ def follow_training(
         return Followed("waiting", f"{training}.")
     training.stage.ensure_writable(field="storage")
     listener.say(f"Following run {training.run.id} ({training.run.run_name or training.run.name}).")
-    with _points(spec, training) as points:
+    handle = training.handle(spec)
+    points = None if handle is None else RunPoints(handle)  # None where nothing is tracked
+    with contextlib.nullcontext() if points is None else contextlib.closing(points):
         job = Job(
             config=spec.train.with_launchers_arguments(),
             launch=spec.evaluate_config().launch or spec.train.launch.on_one_machine(),
@@ -286,15 +282,3 @@ def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool,
         if once:
             return Ending("running", "The training continues"), count
         time.sleep(every_s)
-
-
-@contextlib.contextmanager
-def _points(spec: PipelineSpec, training: Training) -> Iterator[RunPoints | None]:
-    """The MLflow run; None where nothing is tracked."""
-    handle = training.handle(spec)
-    points = None if handle is None else RunPoints(handle)
-    try:
-        yield points
-    finally:
-        if points is not None:
-            points.close()

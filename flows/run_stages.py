@@ -49,7 +49,8 @@ def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
     try:
         _run_groups(plan, _StageRun(plan, record, stop))
     finally:
-        end_expected_workers()
+        if (warm := sys.modules.get("trainer_lib.launch.warm")) is not None:
+            warm.close()  # of a worker that still waits for its launch
 
 
 def _run_groups(plan: Plan, run: _StageRun) -> None:
@@ -111,12 +112,6 @@ def expect_launches(plan: Plan) -> None:
         warm.expect(launches)
 
 
-def end_expected_workers() -> None:
-    """End a worker that still waits for its launch."""
-    if (warm := sys.modules.get("trainer_lib.launch.warm")) is not None:
-        warm.close()
-
-
 class _StageRun:
     """The manifests and the outcomes of one run, as the stages end."""
 
@@ -134,7 +129,8 @@ class _StageRun:
         started = datetime.now(UTC)
         self._note_begin(plan)
         try:
-            state = plan.stage.load_task()(plan.config, self._context, **self._inputs(plan), return_state=True)
+            inputs = plan.stage.choose_inputs(self._manifests)
+            state = plan.stage.load_task()(plan.config, self._context, **inputs, return_state=True)
         except BaseException as error:  # Ctrl-C or SIGTERM: what a stage raises by itself comes in its state
             if (manifest := self._committed_last(plan)) is not None:  # the signal came too late to stop anything
                 seconds = (datetime.now(UTC) - started).total_seconds()
@@ -161,7 +157,8 @@ class _StageRun:
         try:
             for plan in plans:
                 self._note_begin(plan)
-                futures.append(plan.stage.load_task().submit(plan.config, self._context, **self._inputs(plan)))
+                inputs = plan.stage.choose_inputs(self._manifests)
+                futures.append(plan.stage.load_task().submit(plan.config, self._context, **inputs))
             for future in futures:
                 future.wait()
         except BaseException as interrupt:
@@ -229,9 +226,6 @@ class _StageRun:
             return
         self._record.note_begin(plan.stage.name, key.digest)
 
-    def _inputs(self, plan: StagePlan) -> dict[str, StageManifest | None]:
-        return plan.stage.choose_inputs(self._manifests)
-
     def _note_ends(self, plans: Sequence[StagePlan], states: Sequence[State[Any]], started: datetime) -> None:
         """Note how the stages ended; then raise the first failure."""
         failures: list[tuple[str, BaseException]] = []
@@ -267,7 +261,11 @@ class _StageRun:
         self._note(name, status, reason, seconds, manifest)
         self._record.note_stage(manifest)
         if isinstance(manifest.facts, PrepareFacts):
-            self._check_splits(manifest.facts)
+            try:  # now, not after the training that comes before a split's use
+                check_splits(self._plan.spec, manifest.facts.splits)
+            except ConfigError:
+                self._skip_rest("the spec names a split that was not prepared")
+                raise
 
     def _track(self, manifest: StageManifest, *, ran: bool) -> None:
         if self._tracked is None:
@@ -277,14 +275,6 @@ class _StageRun:
         step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
         track_stage(self._tracked, manifest, step=step or 0)
         self._plan.stages[manifest.stage].stage.track(self._tracked, manifest, ran)
-
-    def _check_splits(self, facts: PrepareFacts) -> None:
-        """Refuse a split that the data does not have now, not after the training that comes before its use."""
-        try:
-            check_splits(self._plan.spec, facts.splits)
-        except ConfigError:
-            self._skip_rest("the spec names a split that was not prepared")
-            raise
 
     def _skip_rest(self, why: str) -> None:
         for name in stage_names():

@@ -20,7 +20,7 @@ from trainflow.flows.lineage.lineage_chain import Chain
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import PastRun, describe_changes
 from trainflow.flows.records.recorded_spec import read_kept_spec
-from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.records.results import PipelineResult, flat_metrics
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.configs import RegisterConfig
 from trainflow.tasks.keys.sources import find_absent, fingerprints
@@ -263,14 +263,8 @@ def _compared(manifest: StageManifest) -> dict[str, FileEntry]:
 def _compare_metrics(
     then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]
 ) -> dict[str, tuple[float, float]]:
-    from trainflow.flows.records.results import flat_metrics
-
     if "evaluate" not in then:
         return {}
     old, new = (flat_metrics(side["evaluate"].metrics) for side in (then, now))
-    names = [name for name in old if name in new]
-    return {name: (old[name], new[name]) for name in names if not _equal(old[name], new[name])}
-
-
-def _equal(one: float, other: float) -> bool:
-    return one == other or (math.isnan(one) and math.isnan(other))
+    pairs = {name: (old[name], new[name]) for name in old if name in new}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not all(map(math.isnan, pair))}

@@ -339,10 +339,8 @@ class Guesses(Guess):
         columns = [values for name, values in self._table.columns.items() if name != left_out]
         twice = len(self._table) - len(set(zip(*columns, strict=True)))
         if twice:
-            what = (
-                f"{counted(twice, 'row')} in {len(self._table):,} are there before: they may fall into train and test."
-            )
-            self.comments.append(f"{what} Remove them.")
+            rows = f"{counted(twice, 'row')} in {len(self._table):,}"
+            self.comments.append(f"{rows} are there before: they may fall into train and test. Remove them.")
 
 
 def _yaml(value: Any) -> str:

@@ -332,12 +332,10 @@ class Plan:
 
         def key_with(letter: str) -> StageKey:
             facts = {"train": TrainFacts(metrics_code=letter)}
-            made = {
-                stage: StageManifest(
-                    stage, found[stage].key or letter, "", letter, facts=facts.get(stage, StageFacts())
-                )
-                for stage in missing
-            }
+            made = {}
+            for stage in missing:
+                known_key = found[stage].key or letter
+                made[stage] = StageManifest(stage, known_key, "", letter, facts=facts.get(stage, StageFacts()))
             return self.key_of(name, {**known, **made})
 
         key = key_with("a")

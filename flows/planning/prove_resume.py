@@ -12,7 +12,6 @@ import dataclasses
 import json
 import os
 import platform
-import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -244,11 +243,8 @@ def _place(keep: str | None) -> Iterator[str]:
     if keep is not None:
         yield Store.open(keep, field="--keep").url
         return
-    folder = tempfile.mkdtemp(prefix="trainflow-proof-")
-    try:
+    with tempfile.TemporaryDirectory(prefix="trainflow-proof-", ignore_cleanup_errors=True) as folder:
         yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:

@@ -129,11 +129,8 @@ class PastRun:
     def metrics(self) -> Mapping[str, float]:
         """The metrics of its stages, by name."""
         found = self.record.get("metrics")
-        return (
-            {name: value for name, value in found.items() if type(value) in (int, float)}
-            if isinstance(found, dict)
-            else {}
-        )
+        metrics = found if isinstance(found, dict) else {}
+        return {name: value for name, value in metrics.items() if type(value) in (int, float)}
 
     def __str__(self) -> str:
         ended = f"{self.failed} failed" if self.failed and self.status == "FAILED" else self.status.lower()

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -97,16 +97,19 @@ def created_by_this_process() -> Iterator[None]:
         yield
 
 
+@dataclass(eq=False)
 class OwnFlowRun:
-    """The run of a flow, as its body sees it."""
+    """The run of a flow, as its body sees it.
 
-    def __init__(self, began: datetime | None = None) -> None:
-        self.began = began
-        """When its first attempt began; None: this is the first."""
-        self.name: str | None = None
-        """Its name in Prefect, once `rename` has set it."""
-        self.ended = threading.Event()
-        self.changed = threading.Event()
+    Attributes:
+        began: when its first attempt began; None: this is the first.
+        name: its name in Prefect, once `rename` has set it.
+    """
+
+    began: datetime | None = None
+    name: str | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+    changed: threading.Event = field(default_factory=threading.Event)
 
     def rename(self, name: str | None) -> None:
         """Have the run called `name` in Prefect, soon; None leaves its name. Never waits."""

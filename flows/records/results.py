@@ -126,12 +126,8 @@ def describe_outcomes(outcomes: Iterable[StageOutcome], earlier: Mapping[str, An
         is_known = isinstance(before, dict) and before.get("status") == "ran" and before.get("key") == key
         if outcome.status == "cached" and is_known:
             continue
-        found[outcome.stage] = {
-            "status": outcome.status,
-            "seconds": outcome.seconds,
-            "reason": outcome.reason,
-            "key": key,
-        }
+        ended = {name: getattr(outcome, name) for name in ("status", "seconds", "reason")}
+        found[outcome.stage] = {**ended, "key": key}
     return found
 
 

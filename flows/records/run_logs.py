@@ -130,11 +130,8 @@ class _StageLog:
             if self._part == _MOST_PARTS:
                 kind, text = "warning", "The workers wrote more than is kept of one attempt; the rest is left out."
         prefix = _RANK.match(text) if kind == "line" else None
-        record: dict[str, Any] = {
-            "t": now(),
-            "kind": kind,
-            "text": mask(text[prefix.end() if prefix else 0 :][:_LINE_CHARS]),
-        }
+        written = mask(text[prefix.end() if prefix else 0 :][:_LINE_CHARS])
+        record: dict[str, Any] = {"t": now(), "kind": kind, "text": written}
         if kind == "line":
             record["rank"] = int(prefix[1]) if prefix else 0  # rank 0 writes without a prefix
         line = json.dumps(record).encode() + b"\n"
@@ -185,11 +182,8 @@ class _RunLog:
 def keep_logs(folder: Store) -> Iterator[None]:
     """Inside the block, keep in a run's folder what the workers of its stages write."""
     log = _RunLog(folder)
-    with subscribe(log.listen):
-        try:
-            yield
-        finally:
-            log.close()
+    with contextlib.closing(log), subscribe(log.listen):
+        yield
 
 
 def _text_of(event: Event, kind: str) -> str:
@@ -260,15 +254,8 @@ def read_attempts(storage: str, run: PastRun) -> list[Attempt]:
 def _parse(stage: str, attempt: int, line: bytes) -> LogLine | None:
     try:
         record = parse_json(line)
-        rank = record.get("rank")
-        return LogLine(
-            str(record["t"]),
-            stage,
-            attempt,
-            str(record["kind"]),
-            str(record["text"]),
-            None if rank is None else int(rank),
-        )
+        rank = None if record.get("rank") is None else int(record["rank"])
+        return LogLine(str(record["t"]), stage, attempt, str(record["kind"]), str(record["text"]), rank)
     except (ValueError, KeyError, TypeError, AttributeError):
         return None
 

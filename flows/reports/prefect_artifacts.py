@@ -28,12 +28,8 @@ from trainflow.tasks.stage.progress import Event, describe, subscribe
 if TYPE_CHECKING:
     from trainflow.flows.reports.run_record import RunRecord
 
-# The report of a run that has not ended: rewritten every few seconds from the events of its stages.
-#
-# The page reloads itself until then; the report of the end takes its place. Nothing
-# here fails a run or holds it up.
-
-
+# The report of a run that has not ended reloads itself, and is rewritten from the events of its stages; that of the end
+# takes its place. Nothing here fails a run or holds it up.
 EVERY_S = 10.0
 _MOST_ENTRIES = 20_000
 

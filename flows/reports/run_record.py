@@ -280,10 +280,7 @@ class RunRecord:
         if key in (self._record.get("stages", {}).get(stage), self._worked_in.get(stage)):
             return
         self._worked_in[stage] = key
-        try:
-            self._save({**self._record, "worked_in": dict(self._worked_in)})
-        except StorageError as unwritten:
-            _log.warning("The run's record could not be written: %s", unwritten)
+        self._try_to_save(worked_in=dict(self._worked_in))
 
     def note_stage(self, manifest: StageManifest) -> None:
         """Record that a stage's result is committed: of a run that dies later, this is what is known."""
@@ -293,9 +290,12 @@ class RunRecord:
         # A finished run that changes nothing stays as it is recorded, unless an older version recorded it.
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
+        self._try_to_save(stages={**self._record.get("stages", {}), manifest.stage: manifest.key})
+
+    def _try_to_save(self, **changes: Any) -> None:
         try:
-            self._save({**self._record, "stages": {**self._record.get("stages", {}), manifest.stage: manifest.key}})
-        except StorageError as unwritten:  # the result is committed all the same
+            self._save({**self._record, **changes})
+        except StorageError as unwritten:  # what is committed stays committed
             _log.warning("The run's record could not be written: %s", unwritten)
 
     def _write_record(self, status: str) -> None:

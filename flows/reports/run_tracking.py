@@ -1,5 +1,7 @@
-"""The MLflow run of a pipeline run: opened with its settings, sampled while it lasts, described at its end; its trained
-model with pictures and samples.
+"""The MLflow run of a pipeline run: opened with its settings, sampled while it lasts, described at its end; its model.
+
+Parameters are what decides the numbers, as the stages take it. How processes are started and what is published are in
+the file of the whole spec.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
+
+import psutil
 
 from trainer_lib.arguments.configs.parallelism_config import data_size
 from trainer_lib.arguments.numeric import numeric_fields
@@ -57,12 +61,6 @@ from trainflow.tasks.stage.progress import Event, subscribe
 from trainflow.tasks.stage.retry import now
 from trainflow.tasks.tracking import mlflow_run as tracking
 from trainflow.tasks.tracking.mlflow_run import TrackedRun
-
-# What a pipeline's MLflow run says of itself: parameters, settings as files, descriptions, the reason of a failure.
-#
-# Parameters are what decides the numbers, as the stages take it. How processes are started and what is published are
-# in the file of the whole spec.
-
 
 NOTE = "mlflow.note.content"
 FAILED_STAGE = "trainflow.failed_stage"
@@ -311,8 +309,6 @@ class SystemLoad:
 
     def _run(self) -> None:
         try:
-            import psutil
-
             psutil.cpu_percent()  # the next call says what was used since this one
             while not self._ended.wait(self._every_s):
                 self._log(self.sample(), max(0, round(time.time() - self._since_s)))
@@ -321,8 +317,6 @@ class SystemLoad:
 
     def sample(self) -> dict[str, float]:
         """The load now; the CPU's since the last sample."""
-        import psutil
-
         memory = psutil.virtual_memory()
         values = {
             "system/cpu_utilization_percentage": psutil.cpu_percent(),
@@ -361,8 +355,6 @@ def parse_gpus(text: str) -> dict[str, float]:
 
 def _memory_of_descendants() -> int:
     """Bytes in memory of this process and all that it started; what they share is counted once, where Linux says so."""
-    import psutil
-
     total = 0
     own = psutil.Process()
     for process in [own, *own.children(recursive=True)]:

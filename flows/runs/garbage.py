@@ -36,8 +36,6 @@ from trainflow.tasks.stage.facts import PublishFacts
 from trainflow.tasks.stage.manifest import STAGES, look_up_in, read_key_fields
 from trainflow.tasks.tracking.mlflow_run import default_tracking_uri, tracking_uri
 
-# What refers to the results on a storage: runs, tags, publications, versions in MLflow's registry.
-#
 # A run refers to the folders that its record names: those of its results, and those that it worked in. A publication
 # that is still there refers to the results that it was made from. A registered version refers to the run that logged
 # it, and to the folder that its source names.

@@ -107,12 +107,12 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
     """
     found = _look(storage)
     suspects = [(run_folder(storage, run.id), sign) for run, signs in found for sign in signs if _seems_silent(sign)]
-    if not suspects:
-        return [_status(run, signs, set()) for run, signs in found]
-    on_wait(len(suspects))
-    silent = find_silent(suspects)
-    # Half a minute later a run may have ended as it should.
-    return [_status(run, signs, silent) for run, signs in _look(storage)]
+    silent: set[str] = set()
+    if suspects:
+        on_wait(len(suspects))
+        silent = find_silent(suspects)
+        found = _look(storage)  # half a minute later a run may have ended as it should
+    return [_status(run, signs, silent) for run, signs in found]
 
 
 def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:

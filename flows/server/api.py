@@ -77,14 +77,10 @@ def require_answer(api: str) -> None:
             what = f"Prefect's server at {mask(api)} refuses the login: the answer is {status}."
             remedy = "Set it to the server's PREFECT_SERVER_API_AUTH_STRING; for Prefect Cloud set PREFECT_API_KEY."
             raise ConfigError(what, field="PREFECT_API_AUTH_STRING", remedy=remedy, details=repr(error))
-        what = f"the answer is {status}" if status is not None else describe_outage(error) or first_line(error)
-        raise ConfigError(
-            f"No Prefect server answers there: {what}.",
-            field="PREFECT_API_URL",
-            value=api,
-            remedy="Start it (`prefect server start`), or unset PREFECT_API_URL to run without a server of your own.",
-            details=repr(error),
-        )
+        why = f"the answer is {status}" if status is not None else describe_outage(error) or first_line(error)
+        what = f"No Prefect server answers there: {why}."
+        remedy = "Start it (`prefect server start`), or unset PREFECT_API_URL to run without a server of your own."
+        raise ConfigError(what, field="PREFECT_API_URL", value=api, remedy=remedy, details=repr(error))
 
 
 def _find_refusal(client: SyncPrefectClient) -> Exception | None:

@@ -14,7 +14,7 @@ import os
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from trainer_lib.errors import InfrastructureError
 
@@ -94,30 +94,31 @@ def _names(name: str) -> tuple[str, str, str]:
 def _automations(deployment_id: UUID, name: str, *, by_worker: bool) -> list[AutomationCore]:
     again, wait, silent = _names(name)
     make = partial(_automation, deployment_id)
-    crashes: _When = {"after": "Running", "expect": (_CRASHED,), "within": _LONGEST, "is_absence": False}
+    crashes = partial(make, after="Running", expect=(_CRASHED,), within=_LONGEST)
     if not by_worker:
-        return [make(again, crashes, _QUEUED, "It crashed.")]
-    rests: _When = {"after": _AT_WORK, "expect": _BEGINNINGS, "within": _REPORTED, "is_absence": True}
+        return [crashes(again, _QUEUED, "It crashed.")]
+    rests = partial(make, after=_AT_WORK, expect=_BEGINNINGS, within=_REPORTED, is_absence=True)
     beat = "heartbeat"
-    falls_silent: _When = {"after": beat, "expect": (beat, *_ENDS), "within": _SILENT, "is_absence": True}
+    falls_silent = partial(make, after=beat, expect=(beat, *_ENDS), within=_SILENT, is_absence=True)
     return [
-        make(wait, crashes, _AT_WORK, "It crashed, and runs again soon."),
-        make(again, rests, _QUEUED, "It crashed."),
-        make(silent, falls_silent, _CRASHED, "Its heartbeat fell silent."),
+        crashes(wait, _AT_WORK, "It crashed, and runs again soon."),
+        rests(again, _QUEUED, "It crashed."),
+        falls_silent(silent, _CRASHED, "Its heartbeat fell silent."),
     ]
 
 
-class _When(TypedDict):
-    """Events of a run that set an automation off: one that comes within some time after another, or does not come."""
-
-    after: str
-    expect: Sequence[str]
-    within: timedelta
-    is_absence: bool
-
-
-def _automation(deployment_id: UUID, name: str, when: _When, state: str, message: str) -> AutomationCore:
-    """An automation that gives a run of the deployment a state."""
+def _automation(
+    deployment_id: UUID,
+    name: str,
+    state: str,
+    message: str,
+    *,
+    after: str,
+    expect: Sequence[str],
+    within: timedelta,
+    is_absence: bool = False,
+) -> AutomationCore:
+    """Give a run of the deployment a state when an event comes some time after another one, or does not come."""
     from prefect.client.schemas.objects import StateType
     from prefect.events.actions import ChangeFlowRunState
     from prefect.events.schemas.automations import AutomationCore, EventTrigger, Posture
@@ -134,10 +135,10 @@ def _automation(deployment_id: UUID, name: str, when: _When, state: str, message
             },
             for_each={"prefect.resource.id"},
             threshold=1,
-            after={f"prefect.flow-run.{when['after']}"},
-            expect={f"prefect.flow-run.{expected}" for expected in when["expect"]},
-            posture=Posture.Proactive if when["is_absence"] else Posture.Reactive,
-            within=when["within"],
+            after={f"prefect.flow-run.{after}"},
+            expect={f"prefect.flow-run.{expected}" for expected in expect},
+            posture=Posture.Proactive if is_absence else Posture.Reactive,
+            within=within,
         ),
         actions=[ChangeFlowRunState(state=kind, name=state, message=message, force=True)],
     )

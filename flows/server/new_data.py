@@ -57,13 +57,9 @@ class Watch:
                 )
             self._listing()
         except StorageError as error:
-            raise ConfigError(
-                f"This URL cannot be listed: {error.message}",
-                field="--watch",
-                value=mask(self.url),
-                remedy="Check the address, the credentials and the network.",
-                details=error.details,
-            ) from error
+            what, address = f"This URL cannot be listed: {error.message}", mask(self.url)
+            remedy = "Check the address, the credentials and the network."
+            raise ConfigError(what, field="--watch", value=address, remedy=remedy, details=error.details) from error
 
     def run(self, done: threading.Event, every_s: float = EVERY_S) -> None:
         """Look until `done` is set; whatever is away is waited for, and reported once."""
@@ -75,11 +71,9 @@ class Watch:
                 self._trouble = None
             except Exception as error:
                 # A store or a server that is away comes back; this thread must not end over it.
-                text = (
-                    error.message
-                    if isinstance(error, TrainflowError)
-                    else f"{type(error).__name__}: {first_line(error)}"
-                )
+                text = f"{type(error).__name__}: {first_line(error)}"
+                if isinstance(error, TrainflowError):
+                    text = error.message
                 if text != self._trouble:
                     self.say(f"{mask(self.url)} cannot be watched just now, and is tried again: {mask(text)}")
                 self._trouble = text

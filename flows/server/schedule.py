@@ -42,13 +42,10 @@ class Schedule:
             try:
                 ZoneInfo(self.timezone)
             except (ZoneInfoNotFoundError, ValueError, OSError) as error:
-                raise ConfigError(
-                    "This time zone does not exist.",
-                    field="--timezone",
-                    value=self.timezone,
-                    remedy=suggestion(self.timezone, sorted(available_timezones()), listing=False)
-                    + " Names are those of the IANA database, such as Europe/Berlin.",
-                ) from error
+                close = suggestion(self.timezone, sorted(available_timezones()), listing=False)
+                remedy = f"{close} Names are those of the IANA database, such as Europe/Berlin."
+                what = "This time zone does not exist."
+                raise ConfigError(what, field="--timezone", value=self.timezone, remedy=remedy) from error
 
     def __str__(self) -> str:
         if self.cron is not None:
@@ -99,13 +96,11 @@ class Schedule:
             return None if self.cron is None else CronSchedule(cron=self.cron, timezone=zone)
         # dateutil stumbles over some texts.
         except (ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-            is_cron = self.rrule is None
-            raise ConfigError(
-                "This is not a schedule in cron's notation." if is_cron else "This is not a recurrence rule.",
-                field="--cron" if is_cron else "--rrule",
-                value=self.cron if is_cron else self.rrule,
-                remedy=_CRON if is_cron else _RRULE,
-            ) from error
+            if self.rrule is not None:
+                what = "This is not a recurrence rule."
+                raise ConfigError(what, field="--rrule", value=self.rrule, remedy=_RRULE) from error
+            what = "This is not a schedule in cron's notation."
+            raise ConfigError(what, field="--cron", value=self.cron, remedy=_CRON) from error
 
 
 def read_interval(text: str | None, *, option: str = "--interval", least_s: float = 1.0) -> float | None:

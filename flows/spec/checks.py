@@ -61,9 +61,7 @@ DECIDED = {
 
 def all_stages() -> tuple[Stage, ...]:
     """The rows of the stage table."""
-    from trainflow.flows import (
-        stages,  # it brings the storage and the trackers, which a spec's definition does not need
-    )
+    from trainflow.flows import stages  # it brings the storage and the trackers, which a spec does not need
 
     return stages.all_stages()
 
@@ -196,12 +194,9 @@ def _check_tracking(spec: PipelineSpec) -> None:
     plugins = {point.name for point in metadata.entry_points(group="mlflow.tracking_store")}
     # "mysql+pymysql" names a driver as well.
     if scheme.partition("+")[0] not in _TRACKING_SCHEMES | plugins:
-        raise ConfigError(
-            f"MLflow knows no scheme '{scheme}'.",
-            field="tracking.uri" if spec.tracking.uri else "MLFLOW_TRACKING_URI",
-            value=uri,
-            remedy="Give a server (http://host:5000), a database (sqlite:////path/mlflow.db) or a folder.",
-        )
+        field = "tracking.uri" if spec.tracking.uri else "MLFLOW_TRACKING_URI"
+        remedy = "Give a server (http://host:5000), a database (sqlite:////path/mlflow.db) or a folder."
+        raise ConfigError(f"MLflow knows no scheme '{scheme}'.", field=field, value=uri, remedy=remedy)
 
 
 def _refuse_read_only(url: str, field: str) -> None:
@@ -311,10 +306,8 @@ def _check_comparisons(spec: PipelineSpec, resolver: Resolver) -> None:
         remedy = "Set register.name, or remove the flavor."
         raise ConfigError(what, field="register.flavor", value=spec.register.flavor, remedy=remedy)
     if spec.publish.enabled and spec.publish.only_if == "better" and spec.publish.metric is None:
-        what, remedy = (
-            "Models are compared by a metric, and the spec names none.",
-            "Name it: publish.metric=test_accuracy.",
-        )
+        what = "Models are compared by a metric, and the spec names none."
+        remedy = "Name it: publish.metric=test_accuracy."
         raise ConfigError(what, field="publish.metric", remedy=remedy)
     published = spec.publish.compared_by if spec.publish.enabled else None
     for field, metric in (("register.metric", spec.register.compared_by), ("publish.metric", published)):
@@ -333,14 +326,11 @@ def _check_compared(spec: PipelineSpec, resolver: Resolver, field: str, metric: 
     measured = find_measured(spec, resolver)
     names = [f"{part}_{name}" for part in config.splits for name in measured or ()]
     if measured is not None and metric not in names:
-        raise ConfigError(
-            "compute_metrics returns no such metric."
-            if measured
-            else "The recipe has no compute_metrics to measure it.",
-            field=field,
-            value=metric,
-            remedy=suggestion(metric, names) if names else "Define compute_metrics, and return it from there.",
-        )
+        what = "compute_metrics returns no such metric."
+        if not measured:
+            what = "The recipe has no compute_metrics to measure it."
+        remedy = suggestion(metric, names) if names else "Define compute_metrics, and return it from there."
+        raise ConfigError(what, field=field, value=metric, remedy=remedy)
 
 
 def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:

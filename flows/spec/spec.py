@@ -50,12 +50,8 @@ if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
     from trainflow.flows.stages import Stage
 
-# A check of a whole pipeline on a few rows: the spec that `limit` makes of a spec.
-#
 # A limited run has a storage of its own below the real one, and the limit is part of every key, so neither is ever a
 # hit for the other. It publishes below that storage, whatever hub the spec names.
-
-
 FOLDER = "limited"
 """Name of the storage of limited runs, below the real one."""
 
@@ -310,12 +306,8 @@ class _Source:
 
     def _holds(self, field: str) -> bool:
         """Whether a field is a key of the spec, and not a file or a variable of the environment."""
-        section = field.partition(".")[0]
-        return (
-            section in PipelineSpec.model_fields
-            or section in self.lines
-            or section in {name.partition(".")[0] for name in self.overridden}
-        )
+        overridden = (name.partition(".")[0] for name in self.overridden)
+        return field.partition(".")[0] in {*PipelineSpec.model_fields, *self.lines, *overridden}
 
     def locate(self, error: ConfigError) -> ConfigError:
         """The error, with the place of its key in the file added to the message."""

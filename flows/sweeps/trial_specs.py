@@ -117,25 +117,17 @@ def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
         ]
         changed = list(dict.fromkeys(str(change) for change in found if not change.field.startswith("stage_keys.")))
     if changed:
-        raise ConfigError(
-            f"The trials of this sweep were made with something else: {'; '.join(changed[:3])}"
-            f"{' and more' if len(changed) > 3 else ''}.",
-            field="sweep.name",
-            value=settings.name,
-            remedy="Set it back to resume, or give the sweep another name: equal trainings are not repeated.",
-        )
+        more = " and more" if len(changed) > 3 else ""
+        what = f"The trials of this sweep were made with something else: {'; '.join(changed[:3])}{more}."
+        remedy = "Set it back to resume, or give the sweep another name: equal trainings are not repeated."
+        raise ConfigError(what, field="sweep.name", value=settings.name, remedy=remedy)
 
 
 def missing_metric(name: str, there: Sequence[str]) -> ConfigError:
     """The error of an objective that a trial did not report."""
     near = nearest(name, there)
-    remedy = f"Did you mean '{near}'? " if near else ""
-    return ConfigError(
-        "The trial does not report this metric.",
-        field="sweep.objective",
-        value=name,
-        remedy=f"{remedy}There are {', '.join(sorted(there)) or 'none'}.",
-    )
+    remedy = (f"Did you mean '{near}'? " if near else "") + f"There are {', '.join(sorted(there)) or 'none'}."
+    return ConfigError("The trial does not report this metric.", field="sweep.objective", value=name, remedy=remedy)
 
 
 # -- checks -----------------------------------------------------------------------------------------------------------
@@ -150,13 +142,11 @@ def _check_field(spec: PipelineSpec, key: str, dimension: list[Any] | Range, res
     if section not in _VARIED or "." not in key:
         near = nearest(section, [field for field in PipelineSpec.model_fields if field in _VARIED])
         known = section in PipelineSpec.model_fields
-        raise ConfigError(
-            "This field changes no training, so trials would be equal." if known else "The spec has no such field.",
-            field=f"sweep.space.{key}",
-            remedy=f"Did you mean '{near}{key.removeprefix(section)}'?"
-            if near and not known
-            else f"Name fields of {', '.join(_VARIED)}, such as train.args.learning_rate.",
-        )
+        remedy = f"Name fields of {', '.join(_VARIED)}, such as train.args.learning_rate."
+        if near and not known:
+            remedy = f"Did you mean '{near}{key.removeprefix(section)}'?"
+        what = "This field changes no training, so trials would be equal." if known else "The spec has no such field."
+        raise ConfigError(what, field=f"sweep.space.{key}", remedy=remedy)
     if getattr(spec, section).affects().get(key.split(".")[1]) == "nothing":
         what = "This field changes no training, so trials would be equal."
         raise ConfigError(what, field=f"sweep.space.{key}", remedy="Set it in the spec, for all trials.")

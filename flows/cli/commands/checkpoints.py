@@ -150,14 +150,10 @@ def _function(text: str) -> tuple[RecipeFile, str]:
     path, _, name = text.rpartition(":")
     file = expand_home(path).absolute()
     if not name.isidentifier() or not file.is_file():
-        raise ConfigError(
-            "This file does not exist."
-            if name.isidentifier() and path
-            else "This is not of the form FILE.py:FUNCTION.",
-            field="--model",
-            value=text,
-            remedy="Write for example --model train.py:build_model, a function without arguments.",
-        )
+        has_form = name.isidentifier() and path
+        what = "This file does not exist." if has_form else "This is not of the form FILE.py:FUNCTION."
+        remedy = "Write for example --model train.py:build_model, a function without arguments."
+        raise ConfigError(what, field="--model", value=text, remedy=remedy)
     return RecipeFile(str(file), str(file.parent)), name
 
 
@@ -249,14 +245,9 @@ def find(url: str) -> list[Entry]:
     entries = [entry for root in roots for entry in _entries(root)]
     if not entries:
         known = recognise_folder(store)
-        raise ConfigError(
-            f"No checkpoint is there, but {known.what}." if known else "No committed checkpoint is there.",
-            field="url",
-            value=url,
-            remedy=known.remedy
-            if known
-            else "Name a storage, a train stage's folder, its checkpoints folder, or one checkpoint.",
-        )
+        what = f"No checkpoint is there, but {known.what}." if known else "No committed checkpoint is there."
+        usual = "Name a storage, a train stage's folder, its checkpoints folder, or one checkpoint."
+        raise ConfigError(what, field="url", value=url, remedy=known.remedy if known else usual)
     return entries
 
 
@@ -434,12 +425,8 @@ def _removable(garbage: Garbage, *, bare: bool) -> list[Text]:
     lines += _in_use(garbage)
     if garbage.obstacle is not None:
         lines.append(Text(f"warning: {garbage.obstacle.message} {garbage.obstacle.remedy}", "yellow"))
-    total = (
-        f"{describe_bytes(garbage.bytes)} would be freed: {same_command('--delete')}"
-        if garbage.items
-        else "Nothing can go."
-    )
-    return [*lines, Text(total, "bold")]
+    total = f"{describe_bytes(garbage.bytes)} would be freed: {same_command('--delete')}"
+    return [*lines, Text(total if garbage.items else "Nothing can go.", "bold")]
 
 
 def _in_use(garbage: Garbage) -> list[Text]:

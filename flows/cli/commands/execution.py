@@ -411,11 +411,9 @@ def _room(found: Forecast) -> Iterator[Text]:
         kept = f"{room.kept} at most" if room.kept != 1 else "one"
         size = f"a checkpoint {describe_bytes(room.checkpoint_bytes)}, {kept} at a time; with the model "
         size += f"{describe_bytes(room.needed_bytes)}"
-    free = (
-        "the store does not say what is free"
-        if room.free_bytes is None
-        else f"free are {describe_bytes(room.free_bytes)}"
-    )
+    free = "the store does not say what is free"
+    if room.free_bytes is not None:
+        free = f"free are {describe_bytes(room.free_bytes)}"
     yield _row("storage", f"{size}; {free}")
 
 

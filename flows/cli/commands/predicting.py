@@ -366,7 +366,6 @@ def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own
 
 def _metrics_of_run(found: FoundModel) -> dict[str, float]:
     """The metrics of the test split in the run that trained the model; none where the address is another place."""
-    from trainer_lib.errors import TrainflowError
     from trainer_lib.storage import Store
     from trainflow.flows.records.past_runs import read_record
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shlex
 import time
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from trainflow.flows.cli.run_choice import SpecWords
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings
-from trainflow.flows.sweeps.sweep_result import reached_text
+from trainflow.flows.sweeps.sweep_result import count_words, reached_text
 from trainflow.tasks.keys.resolver import Resolver
 
 if TYPE_CHECKING:
@@ -78,8 +79,6 @@ class SweepDisplay:
 
     def status(self) -> Any:
         """Draw running trials in place until the block ends."""
-        import contextlib
-
         return contextlib.nullcontext() if self._quiet or not self._out.is_terminal else self._status
 
     def __call__(self, event: Mapping[str, Any]) -> None:
@@ -146,8 +145,6 @@ def values_text(values: Mapping[str, Any]) -> str:
 
 def summary(result: SweepResult, ui: list[str]) -> list[Text]:
     """The number of trials, the best one, and what to do with it."""
-    from trainflow.flows.sweeps.sweep_result import count_words
-
     saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
     lines = [Text(), Text(f"  {count_words(result)}{saved}")]
     for number in result.best:
