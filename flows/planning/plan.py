@@ -349,11 +349,6 @@ class Plan:
         return StageReason(name, False, miss.reason, nearest=miss.nearest, differences=miss.differences)
 
 
-def explain(spec: PipelineSpec) -> list[StageReason]:
-    """Decide for enabled stages what would happen, and why. Raises ConfigError, StorageError."""
-    return list(Plan.of(spec).reasons.values())
-
-
 def _find_past(spec: PipelineSpec, from_run: str, start: str | None) -> PastRun:
     """The run that `--from-run` means; "last" is one that has what comes before `start`."""
     needs = {None: None, "prepare-data": None, "train": "prepare-data"}.get(start, "train")

@@ -37,7 +37,11 @@ def write_plan(folder: Store, planned: Mapping[str, float | None]) -> None:
 
 
 def compare_with_plan(folder: Store, storage: str, outcome: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Rows of quantity, planned, actual and difference, by the recorded `outcome` of train; none without a plan."""
+    """Rows of quantity, planned, actual and difference; none of a run that was not planned, or did not train.
+
+    Args:
+        outcome: of train, as in the run's record.
+    """
     key = outcome.get("key")
     if outcome.get("status") != "ran" or not isinstance(key, str):
         return []

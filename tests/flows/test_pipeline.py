@@ -25,7 +25,7 @@ from trainer_lib.launch.settings import config
 from trainflow.flows.cli import presentation
 from trainflow.flows.deployed import pipeline as deployed_pipeline
 from trainflow.flows.pipeline import run_pipeline
-from trainflow.flows.planning.plan import Plan, StagePlan, StageReason, explain
+from trainflow.flows.planning.plan import Plan, StagePlan, StageReason
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.server.serving import _deployment
 from trainflow.flows.spec.spec import load_spec
@@ -48,7 +48,7 @@ def test_an_unchanged_spec_starts_nothing(folder: Path) -> None:
     assert report.read_text() == before  # it still tells of the run that did the work
     assert result.report_url == str(report)
     assert {event["status"] for event in told} == {"cached"}
-    assert all(one.hit for one in explain(spec_of(folder)))
+    assert all(one.hit for one in Plan.of(spec_of(folder)).reasons.values())
 
 
 def test_settings_that_change_no_result_and_a_batch_cut_up_otherwise_run_nothing(folder: Path) -> None:
@@ -104,7 +104,7 @@ def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Pat
 
 
 def plan_of(folder: Path, *overrides: str) -> dict[str, StageReason]:
-    return {reason.stage: reason for reason in explain(spec_of(folder, *overrides))}
+    return dict(Plan.of(spec_of(folder, *overrides)).reasons)
 
 
 def test_a_fixed_metric_runs_evaluate_and_what_follows_and_a_comment_nothing(folder: Path) -> None:
@@ -238,9 +238,9 @@ def test_a_check_goes_through_every_stage_and_leaves_real_results_alone(folder: 
     assert all(path.is_relative_to(limited) or path.suffix == ".pyc" for path in changed)
     assert (limited / "hub" / "toy").is_dir()
     # Neither is a hit for the other, and each is one for itself.
-    assert all(reason.hit for reason in explain(spec_of(folder)))
+    assert all(reason.hit for reason in Plan.of(spec_of(folder)).reasons.values())
     assert ran(run(folder, "limit=6")) == set()
-    assert not any(reason.hit for reason in explain(spec_of(folder, "limit=7")))
+    assert not any(reason.hit for reason in Plan.of(spec_of(folder, "limit=7")).reasons.values())
     [note, _] = presentation.check_note(result, 6)
     assert "a check on 6 rows of each split: it went through every stage" in note.plain
 

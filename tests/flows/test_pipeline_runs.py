@@ -37,7 +37,7 @@ from trainer_lib.errors import CodeError, ConfigError, Interrupted
 from trainer_lib.storage import Store
 from trainflow.flows.following import change_mixture
 from trainflow.flows.pipeline import run_pipeline
-from trainflow.flows.planning.plan import Plan, explain
+from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.reports import prefect_artifacts
@@ -181,7 +181,7 @@ def test_a_damaged_publication_is_seen_by_why_and_made_again_in_an_mlflow_run_th
     first = tracked(folder)
     [published] = (folder / "store" / "hub" / "toy" / "revisions").iterdir()
     (published / "README.md").write_text("short")
-    [planned] = [each for each in explain(spec_of(folder)) if not each.hit]
+    [planned] = [each for each in Plan.of(spec_of(folder)).reasons.values() if not each.hit]
     result = tracked(folder)
     assert ran(result) == {planned.stage} == {"push-to-hub"}
     assert reason(result, "push-to-hub") == planned.reason

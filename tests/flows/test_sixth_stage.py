@@ -21,7 +21,7 @@ from trainer_lib.protocol.requests import PreparedSplit, Request
 from trainer_lib.storage import FileEntry, Store
 from trainflow.flows import stages
 from trainflow.flows.cli import presentation
-from trainflow.flows.planning.plan import Plan, explain
+from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.stages import Stage
@@ -140,7 +140,7 @@ def tags_of(result: PipelineResult) -> dict[str, Any]:
 
 @pytest.mark.usefixtures("six_stages")
 def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> None:
-    planned = {each.stage: each for each in explain(spec_of(folder))}
+    planned = Plan.of(spec_of(folder)).reasons
     assert list(planned) == ["prepare-data", "train", "count-all-rows", "evaluate", "predict", "push-to-hub"]
     assert (planned["count-all-rows"].hit, planned["count-all-rows"].reason) == (False, "never run before")
 
@@ -193,10 +193,10 @@ def test_a_sixth_stage_takes_its_settings_from_the_spec(folder: Path) -> None:
     outcome = first.outcome("count-all-rows")
     assert outcome is not None
     assert Path(outcome.places["rows"]).read_text() == "{'test': 16}"
-    why = {each.stage: each for each in explain(spec_of(folder, "count.splits=[train]"))}
+    why = Plan.of(spec_of(folder, "count.splits=[train]")).reasons
     assert [name for name, each in why.items() if not each.hit and name == "count-all-rows"] == ["count-all-rows"]
     assert "splits" in why["count-all-rows"].reason
-    assert "count-all-rows" not in {each.stage for each in explain(spec_of(folder, "count.enabled=false"))}
+    assert "count-all-rows" not in Plan.of(spec_of(folder, "count.enabled=false")).reasons
     with pytest.raises(ConfigError, match="splits") as caught:
         spec_of(folder, "count.split=[test]")
     assert caught.value.field == "count.split"

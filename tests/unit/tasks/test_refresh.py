@@ -17,7 +17,7 @@ from trainer_lib.base.durations import describe
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.storage import Store
 from trainer_lib.storage import commit as commits
-from trainflow.flows.planning.plan import Plan, explain
+from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec, parse_spec
 from trainflow.tasks.configs import MaxAge
 from trainflow.tasks.keys.keys import StageKey, stage_key
@@ -258,4 +258,4 @@ def test_ages_are_those_of_stages_by_either_name(tmp_path: Path) -> None:
     path.write_text(f"{toy.SPEC}\nrefresh: {{prepare-data: 12h, train: 1w}}\n")
     ages = {name: str(age) for name, age in load_spec(path).max_ages().items()}
     assert ages == {"prepare-data": "12 h (refresh.prepare)", "train": "7 d (refresh.train)"}
-    assert explain(load_spec(path))[0].reason == "never run before"
+    assert Plan.of(load_spec(path)).reasons["prepare-data"].reason == "never run before"
