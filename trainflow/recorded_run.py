@@ -189,7 +189,7 @@ class Run:
         first = require_stage(from_stage, "from_stage")
         if first is None or at_work is not None:
             require_unfinished(past, at_work, named=self.id)
-        spec, choice = prepare_resumption(self.storage, past, print if progress else _ignore)
+        spec, choice = prepare_resumption(self.storage, past, print if progress else lambda _: None)
         if first is not None:
             choice = {"start": first, "from_run": self.id}
         return Run.of(run_here(spec, progress=progress, **choice))
@@ -350,7 +350,3 @@ def framed(page: str) -> str:
     """A page of HTML, as a notebook shows it: in a frame of its own, which runs no scripts."""
     text = html.escape(page, quote=True)
     return f'<iframe srcdoc="{text}" sandbox width="100%" height="{_FRAME_PX}" style="border:0"></iframe>'
-
-
-def _ignore(_: str) -> None:
-    """Show nothing."""

@@ -193,9 +193,6 @@ def _cut_middle(text: str, width: int) -> str:
     return f"{text[: (width - 1) // 2]}…{text[len(text) - width // 2 :]}"
 
 
-# -- failures ---------------------------------------------------------------------------------------------------------
-
-
 def failure(error: TrainflowError, *, debug: bool) -> list[Text]:
     """A failure as text: place, reason and remedy; the details only with `debug`, else a file that holds them."""
     place = error.field or ""

@@ -110,9 +110,6 @@ def find_chain(address: str, *, storage: str | None = None, home: str | None = N
     return chain
 
 
-# -- what the address is ----------------------------------------------------------------------------------------------
-
-
 def _identify(address: str, storage: str | None, home: str | None) -> Chain:
     if address.startswith(SCHEME):
         target = parse_target(address, field=FIELD)
@@ -193,9 +190,6 @@ def _above(store: Store, levels: int) -> Store:
     return Store.open(store.url.rstrip("/").rsplit("/", levels)[0] or "/")
 
 
-# -- its run, and its publication -------------------------------------------------------------------------------------
-
-
 def _find_run_of(chain: Chain) -> PastRun | None:
     """The newest run that has the stage's result, or all of those that the publication names."""
     wanted = dict([chain.stage]) if chain.stage is not None else {}
@@ -216,10 +210,8 @@ def _published_folder(chain: Chain) -> Store | None:
     if key is None or chain.storage is None:
         return None
     manifest = look_up_in(chain.storage.url, _PUSH, key)
-    if manifest is None or not isinstance(manifest.facts, PublishFacts):
-        return None
-    facts = manifest.facts
-    if facts.held is not None:
+    facts = None if manifest is None else manifest.facts
+    if not isinstance(facts, PublishFacts) or facts.held is not None:
         return None
     if facts.below is not None:
         return chain.storage.child(facts.below)
@@ -227,9 +219,6 @@ def _published_folder(chain: Chain) -> Store | None:
     place = f"{facts.target.partition('@')[0]}@{facts.revision}" if is_repository else facts.published_url
     chain.notes.append(f"The publication lies outside of the storage: trainflow verify {place}.")
     return None
-
-
-# -- the lineage ------------------------------------------------------------------------------------------------------
 
 
 def _read(chain: Chain, folder: Store, link: str, lenient: bool) -> Lineage | None:

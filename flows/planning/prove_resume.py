@@ -129,7 +129,8 @@ class _Proof:
             "first_difference": differences[0] if differences else None,
             "differences": differences,
         }
-        return seal_record({**record, **self._subject()})
+        head = {"format": FORMAT, "kind": "prove-resume", "created": datetime.now(UTC).isoformat(timespec="seconds")}
+        return parse_json(render_sealed({**head, **record, **self._subject()}), dict)
 
     # -- running ------------------------------------------------------------------------------------------------------
 
@@ -266,12 +267,6 @@ def _beyond(at: int, steps: int) -> ConfigError:
 
 
 # -- the record --------------------------------------------------------------------------------------------------------
-
-
-def seal_record(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The record with its time and, last, its seal."""
-    created = datetime.now(UTC).isoformat(timespec="seconds")
-    return parse_json(render_sealed({"format": FORMAT, "kind": "prove-resume", "created": created, **record}), dict)
 
 
 def write_record(verdict: Mapping[str, Any], path: Path) -> None:

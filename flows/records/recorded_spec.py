@@ -94,9 +94,6 @@ def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:
     raise ConfigError(f"The spec that was recorded with this run {what}.", field="RUN", value=run.id, remedy=remedy)
 
 
-# -- the recipe -------------------------------------------------------------------------------------------------------
-
-
 def _recipes(spec: PipelineSpec) -> list[str]:
     own = [getattr(stage.config(spec), "recipe", None) for stage in all_stages()]
     return [spec.recipe, *(path for path in own if path)]
@@ -157,9 +154,6 @@ def _copy_sources(storage: str, run: PastRun, *, missing: str) -> Path:
         remedy = "Set XDG_CACHE_HOME to a folder that you may write."
         raise StorageError(what, field="XDG_CACHE_HOME", value=str(folder), remedy=remedy) from error
     return folder
-
-
-# -- the sources of the data ------------------------------------------------------------------------------------------
 
 
 def _recorded_sources(storage: str, run: PastRun, spec: PipelineSpec) -> dict[str, dict[str, str]]:

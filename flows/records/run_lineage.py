@@ -6,7 +6,7 @@ stages have committed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from trainer_lib.model_folder.description import FILE as MODEL_FILE
@@ -23,8 +23,9 @@ _KEPT = (SPEC_FILE, ARGUMENTS_FILE, KEYS_FILE, MODEL_FILE)
 
 def write_lineage(storage: str, folder: Store, record: Mapping[str, Any]) -> None:
     """Write the lineage of a run that has ended into its folder; `record` is its `run.json`. Raises StorageError."""
-    lineage = compose_lineage(storage, folder, record, files=tuple(_kept_files(folder)))
-    folder.write_bytes(FILE, lineage.to_json())
+    kept = [info for info in folder.list() if info.path in _KEPT or info.path.startswith(f"{SOURCE}/")]
+    files = tuple(FileEntry(info.path, info.size, folder.digest(info.path)) for info in kept)
+    folder.write_bytes(FILE, compose_lineage(storage, folder, record, files=files).to_json())
 
 
 def compose_lineage(
@@ -46,10 +47,3 @@ def compose_lineage(
     # A stage whose commit file is gone or damaged is a link all the same.
     stages = tuple(known.get(name, StageLink(stage=name, key=keys[name])) for name in order)
     return Lineage(**{**vars(lineage), "stages": stages})
-
-
-def _kept_files(folder: Store) -> Iterator[FileEntry]:
-    """The files of a run's folder that say how it was made."""
-    for info in folder.list():
-        if info.path in _KEPT or info.path.startswith(f"{SOURCE}/"):
-            yield FileEntry(info.path, info.size, folder.digest(info.path))

@@ -105,9 +105,6 @@ class Attempt:
         return dict(vars(self))
 
 
-# -- writing ----------------------------------------------------------------------------------------------------------
-
-
 class _StageLog:
     """The log of one attempt, in parts of limited size."""
 
@@ -197,9 +194,6 @@ def _text_of(event: Event, kind: str) -> str:
             return ": ".join(str(part) for part in said if part)
         case _:
             return ""
-
-
-# -- reading ----------------------------------------------------------------------------------------------------------
 
 
 class LogReader:

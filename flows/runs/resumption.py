@@ -62,9 +62,6 @@ def require_sources(plan: Plan) -> None:
         raise ConfigError(what, field="prepare.sources", value=", ".join(assumed), remedy=remedy)
 
 
-# -- stages that are still forced -------------------------------------------------------------------------------------
-
-
 def find_still_forced(past: PastRun, plan: Plan) -> list[str]:
     """The forced stages that had not started when the run ended; `plan` is that of the run without its force."""
     forced = []

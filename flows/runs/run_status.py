@@ -194,9 +194,6 @@ def _record_death(folder: Store, status: RunStatus) -> None:
     write_record(folder, record)
 
 
-# -- progress ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class StageProgress:
     """One stage of a run.

@@ -239,6 +239,7 @@ def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section:
 
 
 def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
+    from trainer_lib.storage import Store
     from trainflow.tasks.code.syntax import top_level_names
 
     for stage in all_stages():
@@ -251,21 +252,15 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
             _require_one_machine(settings, field)
         use_cpu = hasattr(config, "args") and resolver.arguments(config.args).use_cpu
         resolver.launch(settings, use_cpu=use_cpu, section=stage.section)
-        if settings.engine == "slurm" and "folder" not in settings.engine_options:
-            _require_folder(spec.storage, field)
+        needs_folder = settings.engine == "slurm" and "folder" not in settings.engine_options
+        if needs_folder and not Store.open(spec.storage, field="storage").is_local:
+            what = "Slurm writes what a job prints into a folder, and this storage is not one."
+            remedy = f"Name a folder that all machines of the cluster see: {field}.engine_options.folder."
+            raise ConfigError(what, field="storage", value=spec.storage, remedy=remedy)
     if spec.prepare.runner is not None:
         defined = [top_level_names(Path(path)) for path in {spec.prepare.recipe or spec.recipe, spec.recipe}]
         is_sharded = any(names is None or "prepare_shard" in names for names in defined)
         check_runner(spec.prepare.runner, spec.prepare.launch, is_sharded=is_sharded)
-
-
-def _require_folder(storage: str, field: str) -> None:
-    from trainer_lib.storage import Store
-
-    if not Store.open(storage, field="storage").is_local:
-        what = "Slurm writes what a job prints into a folder, and this storage is not one."
-        remedy = f"Name a folder that all machines of the cluster see: {field}.engine_options.folder."
-        raise ConfigError(what, field="storage", value=storage, remedy=remedy)
 
 
 def _require_one_machine(settings: LaunchSettings, field: str) -> None:

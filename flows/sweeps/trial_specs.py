@@ -130,9 +130,6 @@ def missing_metric(name: str, there: Sequence[str]) -> ConfigError:
     return ConfigError("The trial does not report this metric.", field="sweep.objective", value=name, remedy=remedy)
 
 
-# -- checks -----------------------------------------------------------------------------------------------------------
-
-
 def _candidates(dimension: list[Any] | Range) -> list[Any]:
     return [dimension.low, dimension.high] if isinstance(dimension, Range) else list(dimension)
 

@@ -318,7 +318,12 @@ def describe_plan(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) ->
     lines = [*_arguments(plan), *_length(found), *_memory(found), *_room(found), *_time(found)]
     lines += [_row("missing", sentence, "yellow") for sentence in found.missing]
     for obstacle in obstacles:
-        lines += _obstacle(obstacle)
+        place = " = ".join(text for text in (obstacle.field, obstacle.value) if text)
+        style, word = ("bold red", "cannot work") if obstacle.is_fatal else ("yellow", "note")
+        what = f"{place}: {obstacle.what}" if place else obstacle.what
+        lines.append(Text.assemble((f"  {word:<12} ", style), what))
+        if obstacle.remedy:
+            lines.append(_row("", obstacle.remedy))
     return [*lines, Text()]
 
 
@@ -424,14 +429,6 @@ def _time(found: Forecast) -> Iterator[Text]:
         yield _row("time", "not known: --probe measures a few steps")
     else:
         yield _row("time", f"about {describe_seconds(found.seconds)} for train, from a probe of a few steps")
-
-
-def _obstacle(obstacle: Obstacle) -> Iterator[Text]:
-    place = " = ".join(text for text in (obstacle.field, obstacle.value) if text)
-    style, word = ("bold red", "cannot work") if obstacle.is_fatal else ("yellow", "note")
-    yield Text.assemble((f"  {word:<12} ", style), f"{place}: {obstacle.what}" if place else obstacle.what)
-    if obstacle.remedy:
-        yield _row("", obstacle.remedy)
 
 
 def _row(label: str, text: str, style: str = "") -> Text:

@@ -154,9 +154,6 @@ def _lines(version: dict[str, Any]) -> Iterator[Text]:
         yield Text(f"  {version['verdict']['reason']}", "dim")
 
 
-# -- sync -------------------------------------------------------------------------------------------------------------
-
-
 @command("""
     trainflow sync pipeline.yaml
     trainflow sync --storage s3://bucket/project

@@ -71,9 +71,6 @@ def schema(debug: Debug = False) -> None:
     typer.echo(json.dumps(spec_schema(), indent=1))
 
 
-# -- schedules --------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Starts:
     """Options of a deployment: its name, and what starts its runs."""
@@ -177,9 +174,6 @@ def watch(
     say = terminal.console(quiet=quiet).print
     with until_stopped():
         serving.watch_for(url, deployment, every_s=every_s, say=say, done=threading.Event())
-
-
-# -- follow -----------------------------------------------------------------------------------------------------------
 
 
 @command("trainflow follow pipeline.yaml")

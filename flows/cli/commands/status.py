@@ -166,9 +166,6 @@ def _lines(statuses: Sequence[RunStatus], root: str, *, bare: bool = False) -> l
     return table(rows, [("", "", COLOURS.get(status.state, "")) for status in statuses], bare=bare)
 
 
-# -- logs -------------------------------------------------------------------------------------------------------------
-
-
 @command("""
     trainflow logs last
     trainflow logs last train --rank 1 --follow
@@ -217,17 +214,14 @@ def logs(
 
 def _stages_of(chosen: Chosen) -> list[str] | None:
     """The stages that are named; None: all. Raises ConfigError for a word that names none."""
-    if not chosen.words:
-        return None
     names = []
     for word in chosen.words:
-        row = find_stage(word)
-        if row is None:
+        if (row := find_stage(word)) is None:
             raise ConfigError(
                 "This is neither a stage nor a spec.", field="STAGE", value=word, remedy=suggestion(word, stage_names())
             )
         names.append(row.name)
-    return names
+    return names or None
 
 
 def _line(line: LogLine) -> Text:
