@@ -190,15 +190,9 @@ class Followed:
 def follow_training(
     spec: PipelineSpec, listener: Listener, *, once: bool, every_s: float, use_cpu: bool, debug: bool
 ) -> Followed:
-    """Evaluate the checkpoints of the training of a spec, until it has ended.
+    """Evaluate the checkpoints of the training of a spec, until it has ended, or `once`. Raises TrainflowError.
 
-    Args:
-        once: evaluate what is there, and end.
-        every_s: seconds between two looks at the storage.
-
-    Raises:
-        TrainflowError: the spec cannot be followed, or an evaluation failed; DamagedError, after the other checkpoints
-            were evaluated, for a damaged one.
+    A damaged checkpoint is raised as DamagedError after the others were evaluated; the storage is looked at `every_s`.
     """
     plan = Plan.of(spec, debug=debug)
     standard = check_settings(spec.train, plan.context)

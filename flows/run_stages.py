@@ -38,11 +38,8 @@ _VERBS = {"prepare-data": "prepare", "train": "train", "evaluate": "evaluate", "
 def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
     """Run every stage that the plan wants, and add the outcome of every stage to the record's result.
 
-    Args:
-        stop: once set, running stages save and end.
-
-    Raises:
-        TrainflowError: of the first stage that failed; those that ran alongside it have ended, and are committed.
+    Once `stop` is set, running stages save and end. Raises the failure of the first stage that failed; those that ran
+    alongside it have ended, and are committed.
     """
     _warn(plan)
     expect_launches(plan)

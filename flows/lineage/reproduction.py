@@ -205,11 +205,7 @@ def _other_data(what: str) -> NotReproducibleError:
 
 @contextlib.contextmanager
 def open_scratch(to: str | None, run: str) -> Iterator[str]:
-    """The storage of the second run of `run`: a temporary folder, or the folder `to`.
-
-    Raises:
-        ConfigError: there is something in it that no interrupted reproduction of this run has left.
-    """
+    """The storage of a second run: a temporary folder, or `to`. Raises ConfigError if that holds anything else."""
     if to is None:
         with tempfile.TemporaryDirectory(prefix="trainflow-reproduction-", ignore_cleanup_errors=True) as folder:
             yield folder

@@ -128,14 +128,11 @@ def plan_in_full(
     probe: bool = False,
     during: Callable[[str], AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
 ) -> FullPlan:
-    """Work out what a run would do and take, and keep it for the run's report.
+    """Work out what a run would do and take, and keep it for the run's report. Raises TrainflowError.
 
     Args:
         probe: prepare the data if it is not, train a few real steps, and measure time and memory.
         during: entered with the name of a long step while it lasts.
-
-    Raises:
-        TrainflowError: the data could not be prepared, or the storage cannot be read.
     """
     if probe:
         from trainflow.tasks.stage.rehearsal import announce_probe

@@ -211,13 +211,8 @@ def configured_api() -> str | None:
 def end_runs_of(gone: Sequence[tuple[str, Holder]]) -> dict[str, Left]:
     """Set the flow runs of processes that have ended to Crashed, unless another process works on them by now.
 
-    Takes two looks, two seconds apart, as the sweep does. Raises httpx.HTTPError if no server answers.
-
-    Args:
-        gone: id of a flow run, and its process as the sign of life names it.
-
-    Returns:
-        The ids that stay open: "unknown" to this server, or "starting" again.
+    Takes two looks, two seconds apart, as the sweep does, at flow runs and the processes that their signs of life name.
+    Returns the ids that stay open: "unknown" to this server, or "starting" again. Raises httpx.HTTPError.
     """
     left: dict[str, Left] = {}
     with quick_client() as client:

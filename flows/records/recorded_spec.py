@@ -33,11 +33,8 @@ _SOURCE_BYTES = 64 << 20
 def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object]) -> PipelineSpec:
     """The spec of a run below `storage`, checked, with its recipe as files of this machine.
 
-    Args:
-        say: called with a line where the recipe is not the project's own.
-
-    Raises:
-        ConfigError: the spec is gone or torn, the recipe is neither here nor whole in the storage, or the check fails.
+    Raises ConfigError if the spec is gone or torn, or the recipe is neither here nor whole in the storage; `say` gets a
+    line where the recipe is not the project's own.
     """
     raw = read_spec_record(storage, run)
     store = Store.open(storage)

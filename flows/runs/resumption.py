@@ -19,17 +19,10 @@ from trainflow.tasks.stage.manifest import summary
 def prepare_resumption(
     storage: str, past: PastRun, say: Callable[[str], object]
 ) -> tuple[PipelineSpec, dict[str, Any]]:
-    """Read the spec of a run below `storage`, and check that the run can resume on this machine.
+    """Read the spec of a run below `storage`, and check that the run can resume here. Raises ConfigError.
 
-    Returns:
-        The spec as it was recorded, with paths of this machine; and which stages, as
-        `trainflow.flows.pipeline.run_pipeline` takes them.
-
-    Args:
-        say: called with a line for what is not as it was then.
-
-    Raises:
-        ConfigError: its spec or recipe is gone, or something that it needs is not here.
+    Returns the spec as it was recorded, with paths of this machine, and which stages, as
+    `trainflow.flows.pipeline.run_pipeline` takes them; `say` gets a line for what is not as it was then.
     """
     spec = read_recorded_spec(storage, past, say)
     plan = Plan.of(spec, only=past.only, start=past.start, from_run=past.from_run, as_of=past.first_started)

@@ -47,11 +47,9 @@ def run_environment(retries: int) -> dict[str, str]:
 
 
 def set_retries(deployment_id: Any, name: str, retries: int, *, by_worker: bool) -> None:
-    """Create, replace or remove the automations of a deployment.
+    """Create, replace or remove (for 0 retries) the automations of the deployment `name`.
 
     Args:
-        name: of the deployment.
-        retries: how often a crashed run runs again; 0 removes the automations.
         by_worker: whether a pool's worker starts its runs; they send heartbeats, those of `serve` do not.
     """
     from prefect.client.orchestration import get_client

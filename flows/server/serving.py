@@ -141,12 +141,8 @@ def serve(
 ) -> None:
     """Run the pipeline on its schedule in this process until it is interrupted; one run at a time.
 
-    The schedule is paused when the process ends, so no runs pile up while no process would run them.
-
-    Args:
-        watch: folder or URL; a run starts when its listing changes.
-        watch_every_s: seconds between two looks at it.
-        retry_crashed: how often a run that crashed runs again.
+    The schedule is paused when the process ends, so no runs pile up while no process would run them. New data under
+    `watch` starts a run as well, and a crashed run runs again up to `retry_crashed` times.
     """
     when = schedule.prefect()
     name = name or spec.name

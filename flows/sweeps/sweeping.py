@@ -126,12 +126,10 @@ def ledger_folder(spec: PipelineSpec) -> Path:
 def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug: bool = False) -> SweepResult:
     """Run the trials that are missing, and say what all of them came to. A failure is held in the result's `error`.
 
+    A sweep that cannot work, or whose ledger is of another one, is refused with a ConfigError.
+
     Args:
         listener: called with events: "began", "progress", "ended" and "warning", with their `trial`.
-        debug: keep the workers' run files.
-
-    Raises:
-        ConfigError: the spec has no sweep, or a sweep that cannot work, or its ledger is of another one.
     """
     settings = sweep_of(spec)
     check_sweep(spec)

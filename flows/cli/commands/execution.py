@@ -252,7 +252,6 @@ def execute(
     """Run a pipeline and show how it goes; a failure is shown, and ends the process with its exit code.
 
     Args:
-        title: the first line.
         again: the words of the command that continues it.
         place: the words that name its MLflow store to `trainflow ui` and `trainflow sync`.
         choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
