@@ -200,12 +200,7 @@ class TFTrainer(Trainer):
     ) -> None:
         refuse_uncalled(type(self), _UNCALLED)
         self._trainflow_package = keras = keras_backend.import_keras()
-        for name, value, kind in (
-            *(("callbacks", callback, keras.callbacks.Callback) for callback in callbacks or ()),
-            ("compute_metrics", compute_metrics, keras.metrics.Metric),
-        ):
-            if isinstance(value, kind):
-                raise refusal(name, "Objects of Keras for fit() are not called.", _OF_FIT[name], value)
+        _refuse_objects_of_fit(keras, callbacks, compute_metrics)
         names = None if args is None else args.label_names
         self._trainflow_collate = PairCollator(data_collator, names or ["labels"])
         self.eval_loss = LossSum()
@@ -233,11 +228,7 @@ class TFTrainer(Trainer):
             self.optimizer, self.lr_scheduler = optimizers
             self._trainflow_wrap_optimizer()
             self._trainflow.engine.take_optimizers((self.optimizer, self.lr_scheduler))
-        compiled = getattr(self.model, "optimizer", None)  # RMSprop where compile() was given none
-        own = self.optimizer is None and not isinstance(compiled, (keras.optimizers.RMSprop, type(None)))
-        if own or getattr(self.model, "_compile_metrics", None) is not None:
-            what = "The optimizer and the metrics of compile() are not used"
-            warnings.warn(f"{what}: give optimizers=(model.optimizer, None), and compute_metrics.", stacklevel=2)
+        _warn_of_compiled(keras, self.model, is_ours=self.optimizer is None)
         reporters = [self.args.report_to] if isinstance(self.args.report_to, str) else list(self.args.report_to or ())
         for name, set_up in (("wandb", self.setup_wandb), ("comet_ml", self.setup_comet)):
             if name in reporters:
@@ -536,3 +527,19 @@ class TFTrainer(Trainer):
     def _trainflow_report_to(self, callback: type[TrainerCallback]) -> None:
         if not any(isinstance(present, callback) for present in self.callback_handler.callbacks):
             self.add_callback(callback)
+
+
+def _refuse_objects_of_fit(keras: Any, callbacks: Sequence[Any] | None, compute_metrics: Any) -> None:
+    given = [("callbacks", callback, keras.callbacks.Callback) for callback in callbacks or ()]
+    for name, value, kind in (*given, ("compute_metrics", compute_metrics, keras.metrics.Metric)):
+        if isinstance(value, kind):
+            raise refusal(name, "Objects of Keras for fit() are not called.", _OF_FIT[name], value)
+
+
+def _warn_of_compiled(keras: Any, model: Any, *, is_ours: bool) -> None:
+    """Name what compile() got and no training uses; `is_ours`: the optimizer is that of the arguments."""
+    compiled = getattr(model, "optimizer", None)  # RMSprop where compile() was given none
+    is_unused = is_ours and not isinstance(compiled, (keras.optimizers.RMSprop, type(None)))
+    if is_unused or getattr(model, "_compile_metrics", None) is not None:
+        what = "The optimizer and the metrics of compile() are not used"
+        warnings.warn(f"{what}: give optimizers=(model.optimizer, None), and compute_metrics.", stacklevel=3)
