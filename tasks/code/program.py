@@ -199,16 +199,11 @@ class Program:
         """The pieces of all files."""
         return [piece for pieces in self.modules.values() for piece in pieces]
 
-    def is_project(self, file: str, target: ImportTarget) -> bool:
-        """Whether an import leads to a module of the project."""
-        return bool(self._stems(file, target))
-
-    def resolve(self, file: str, chain: Chain, aliases: Mapping[str, list[ImportTarget]] | None = None) -> Meaning:
+    def resolve(
+        self, file: str, chain: Chain, aliases: Mapping[str, list[ImportTarget]] | None = None, depth: int = _DEPTH
+    ) -> Meaning:
         """The meaning of a chain of names in a file; `aliases` are the names that imports inside of the code bind."""
-        return self._resolve(file, chain, aliases or {}, _DEPTH)
-
-    def _resolve(self, file: str, chain: Chain, aliases: Mapping[str, list[ImportTarget]], depth: int) -> Meaning:
-        found, (head, *rest) = Meaning(), chain
+        found, aliases, (head, *rest) = Meaning(), aliases or {}, chain
         for target in aliases.get(head, ()):
             found.add(self._follow(file, target, rest, depth))
         for piece in self.binding(file, head):
@@ -238,7 +233,7 @@ class Program:
         return [star for line, star in stars if last < line or recipe_module(star.module.split(".")) is None]
 
     def _may_bind(self, file: str, star: ImportTarget, name: str, seen: frozenset[str]) -> bool:
-        stems = self._stems(file, star)
+        stems = self.find_stems(file, star)
         # Of a package outside of the project the names are unknown; a submodule may be a name of its package.
         return (
             not stems
@@ -248,7 +243,7 @@ class Program:
 
     def _follow(self, file: str, target: ImportTarget, rest: Sequence[str], depth: int) -> Meaning:
         """The meaning of the attributes `rest` of an imported name."""
-        stems = self._stems(file, target)
+        stems = self.find_stems(file, target)
         submodules = self._known(f"{stem}/{target.name}" for stem in stems)
         # A folder without an __init__ holds modules and no other names; neither do our own recipes' package.
         if not stems or not (self._files(stems) or submodules or target.name in (None, "*")):
@@ -266,7 +261,7 @@ class Program:
         found = Meaning()
         for file in files:
             if self.binding(file, wanted[0]) or self.binding(file, "*"):
-                found.add(self._resolve(file, tuple(wanted), {}, depth - 1))
+                found.add(self.resolve(file, tuple(wanted), depth=depth - 1))
                 found.outside = {name for name in found.outside if not name.startswith("builtins.")}
             if self.binding(file, "__getattr__"):
                 found.wholes.append(file)
@@ -278,7 +273,7 @@ class Program:
             return Meaning(wholes=list(dict.fromkeys((*everything, *files))))
         return found
 
-    def _stems(self, file: str, target: ImportTarget) -> list[str]:
+    def find_stems(self, file: str, target: ImportTarget) -> list[str]:
         """Paths without an ending of the project's modules that an import may mean; empty for any other module."""
         parts = target.module.split(".") if target.module else []
         if target.level:

@@ -122,7 +122,7 @@ class _Effects:
             return False
         # Imported and used nowhere in the file: for what the import does.
         used = {chain[0] for other in self._program.modules[piece.file] for chain in other.chains}
-        return piece.names[0] not in used and not self._program.is_project(piece.file, target)
+        return piece.names[0] not in used and not self._program.find_stems(piece.file, target)
 
     def _is_definition(self, file: str, node: ast.stmt) -> bool:
         if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):

@@ -320,7 +320,8 @@ def _attached_decision(error: object) -> Decision | None:
 
 def invocation() -> str:
     """The scope of a budget of retries: a Prefect task run, or this process when there is none."""
-    return _task_run_id() or _INVOCATION
+    context = _task_context()
+    return _INVOCATION if context is None else str(context.task_run.id)
 
 
 def in_task_run() -> bool:
@@ -332,11 +333,6 @@ def first_try() -> bool:
     """Whether this is not Prefect's retry of a task run."""
     context = _task_context()
     return context is None or context.task_run.run_count <= 1
-
-
-def _task_run_id() -> str | None:
-    context = _task_context()
-    return None if context is None else str(context.task_run.id)
 
 
 def _task_context() -> Any:

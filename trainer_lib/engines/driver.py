@@ -125,7 +125,7 @@ class Driver:
     def _last_lines(self, state: State) -> State:
         """Wait for the last lines of a machine that has ended: a shared file system shows them late."""
         deadline = time.monotonic() + (REPORT_S if isinstance(state, Ended) else LOST_S)
-        while time.monotonic() < deadline and not self._is_concluded():
+        while time.monotonic() < deadline and self._reports.result is None and self._reports.failure is None:
             time.sleep(POLL_S)
             for line in self._engine.poll()[0]:
                 self._reports.take(line)
@@ -138,9 +138,6 @@ class Driver:
             return False
         self._failed = self._failed or time.monotonic()
         return time.monotonic() - self._failed > self._job.config.grace_s + REPORT_S
-
-    def _is_concluded(self) -> bool:
-        return self._reports.result is not None or self._reports.failure is not None
 
     def _say(self, state: Alive) -> bool:
         """Report what the machines do. Returns whether it is something else than before."""

@@ -177,6 +177,6 @@ def _verify_copies(content: Content, entries: list[FileEntry], store: Store) -> 
         if entry != wanted[entry.path]:
             withdraw_folder(store)
             sizes = f"{entry.size:,} bytes, committed {wanted[entry.path].size:,}"
-            what, remedy = f"{entry.path} differs from what its stage committed ({sizes}).", "Run the stage"
+            what = f"{entry.path} differs from what its stage committed ({sizes})."
             field = content.files[entry.path].store.url
-            raise DamagedError(what, field=field, remedy=f"{remedy} that it comes from again.")
+            raise DamagedError(what, field=field, remedy="Run the stage that it comes from again.")

@@ -188,9 +188,10 @@ class Publisher:
     def _target_name(self) -> str:
         args, target = self._trainer.args, self._wanted_name()
         if not is_folder(target) and not _REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
-            what, remedy = "The name is neither a repository nor a folder.", 'Give hub_model_id="owner/name"'
+            what = "The name is neither a repository nor a folder."
+            remedy = 'Give hub_model_id="owner/name", or the URL of a folder.'
             field = "hub_model_id" if args.hub_model_id else "output_dir"
-            raise ConfigError(what, field=field, value=target, remedy=f"{remedy}, or the URL of a folder.")
+            raise ConfigError(what, field=field, value=target, remedy=remedy)
         return target.removeprefix(SCHEME)
 
     def _open_repository(self, target: str, token: str | None, branch: str | None = None) -> HuggingFaceHub:

@@ -58,9 +58,7 @@ def run_workers(
 
     Returns how failed ranks ended (rank, exit code, pid, time); nothing if all ended well.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(
-        logging.CRITICAL
-    )  # its report repeats what agent.json records
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # agent.json has what it reports
     options = run.get_args_parser().parse_args(
         [
             # No restarts by torchrun: an attempt has one start, and the launcher decides on the next.

@@ -43,10 +43,8 @@ def run(work: Work[ExportRequest]) -> ExportResult:
         what = "trainflow writes no GGUF."
         raise ConfigError(what, field="--to", value=request.form, remedy=_CONVERTER)
     if request.form == "onnx" and (missing := [name for name in _ONNX if importlib.util.find_spec(name) is None]):
-        what, remedy = (
-            f"ONNX needs the packages {', '.join(missing)}.",
-            f"Install them: pip install {' '.join(missing)}.",
-        )
+        what = f"ONNX needs the packages {', '.join(missing)}."
+        remedy = f"Install them: pip install {' '.join(missing)}."
         raise MissingExtraError(what, field="--to", value=request.form, remedy=remedy)
     loaded = load_model(request.model, trust_code=request.code)
     batch = _read_batch(request, loaded)

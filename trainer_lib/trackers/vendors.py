@@ -263,7 +263,6 @@ class TensorBoardCallback(ReporterCallback):
 
     @override
     def create(self, args: Any) -> Tracker:
-
         return TensorBoardTracker(args.logging_dir or f"{(args.output_dir or '.').rstrip('/')}/runs")
 
 
@@ -287,7 +286,6 @@ class WandbCallback(ReporterCallback):
 
     @override
     def create(self, args: Any) -> Tracker:
-
         return WandbTracker(args.project, args.logging_dir)
 
     def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:

@@ -38,7 +38,8 @@ def run(work: Work[CompareRequest]) -> CompareResult:
     pairs = _common(whole, resumed)
     counts: dict[str, Any] = {"checkpoints": [step for step, _, _ in pairs]}
     _, *last = pairs[-1]
-    differences = list(_history(_log_history(last[0]), _log_history(last[1]), counts))
+    logs = [_json(info, TRAINER_STATE).get("log_history", []) for info in last]
+    differences = list(_history(logs[0], logs[1], counts))
     for step, one, other in pairs:
         found = list(_checkpoint(step, one, other, counts))
         if found:  # later checkpoints differ as a consequence
@@ -60,10 +61,6 @@ def _common(whole: Store, resumed: Store) -> list[tuple[int, CheckpointInfo, Che
 
 
 # -- step by step ------------------------------------------------------------------------------------------------------
-
-
-def _log_history(info: CheckpointInfo) -> list[dict[str, Any]]:
-    return list(_json(info, TRAINER_STATE).get("log_history", []))
 
 
 def _history(

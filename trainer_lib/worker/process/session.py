@@ -289,14 +289,11 @@ def run_here(request: Request[R], run_dir: RunDir, on_event: Callable[[dict[str,
 
 
 def _make_work(request: Q, run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work[Q]:
-    return Work(request, _load_recipe(request, run_dir), rank, world_size, events)
-
-
-def _load_recipe(request: Request[Any], run_dir: RunDir) -> recipes.Recipe:
-    if request.recipe is None:
-        return recipes.create_empty_recipe(run_dir.path)
-    recipe = request.recipe
-    return recipes.load(recipe.path, recipe.root, needs=request.functions, fallback=recipe.fallback)
+    if (file := request.recipe) is None:
+        recipe = recipes.create_empty_recipe(run_dir.path)
+    else:
+        recipe = recipes.load(file.path, file.root, needs=request.functions, fallback=file.fallback)
+    return Work(request, recipe, rank, world_size, events)
 
 
 def _run_verb(work: Work[Any]) -> Any:
@@ -365,9 +362,8 @@ def _take_slurms_notice() -> None:
     def wait() -> None:
         while True:
             signal.sigwait({signal.SIGUSR2})
-            signal.pthread_kill(
-                main_thread, signal.SIGTERM
-            )  # by os.kill, another thread may get it, and main sleeps on
+            # By os.kill, another thread may get it, and main sleeps on.
+            signal.pthread_kill(main_thread, signal.SIGTERM)
 
     signal.signal(signal.SIGUSR2, lambda *_: os.kill(own, signal.SIGTERM) if os.getpid() == own else None)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR2})
