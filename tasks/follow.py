@@ -51,6 +51,7 @@ from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
+from trainflow.tasks.stage.runner import StageFolder
 from trainflow.tasks.stage.worker import common_fields
 from trainflow.tasks.tracking.mlflow_run import Background, RunHandle
 
@@ -452,7 +453,7 @@ class Follower:
         config, context, data = self._job.config, self._job.context, self._job.data
         return EvaluateCheckpointRequest(
             # An output of its own: launches with one output do not run at the same time.
-            **common_fields(config, context, "train", self._evaluations.workplace(info)),
+            **common_fields(config, context, StageFolder("train", self._evaluations.workplace(info))),
             data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
             model=config.model,
             args=args,

@@ -31,7 +31,7 @@ def prepare_data(config: PrepareConfig, context: StageContext) -> StageManifest[
 
     def work(attempt: StageAttempt) -> StageOutput:
         request = PrepareRequest(
-            **common_fields(config, context, attempt.stage, attempt.store),
+            **common_fields(config, context, attempt),
             shard_rows=config.shard_rows,
             allow_nan=config.allow_nan,
             limit=context.limit,

@@ -61,7 +61,7 @@ def _train(
     # Before the launch: the workers load the recipe as it is now.
     measured_by = metrics_digest(code_of(config, context))
     request = TrainRequest(
-        **model_fields(config, context, attempt.stage, attempt.store, data),
+        **model_fields(config, context, attempt, data),
         args=sent_arguments(_arguments(context, config, attempt.batch_halvings, parsed), context),
         model=config.model,
         train_split=config.train_split,

@@ -170,9 +170,8 @@ def find_processor() -> str:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-            return next(
-                (row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name")), ""
-            )
+            names = (row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name"))
+            return next(names, "")
     return platform.processor()
 
 

@@ -25,7 +25,7 @@ from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.runner import StageAttempt
+from trainflow.tasks.stage.runner import StageAttempt, StageFolder
 from trainflow.tasks.stage.worker import launch_request, model_fields, sent_arguments
 
 MODEL = "model/"
@@ -194,7 +194,7 @@ def published_model(
         message = "merges the adapters into the weights of their base model"
         _progress.publish({"event": "progress", "stage": attempt.stage, "message": message})
         request = MergeRequest(
-            **model_fields(config, context, attempt.stage, store, data),
+            **model_fields(config, context, StageFolder(attempt.stage, store), data),
             args=sent_arguments({**config.args, "use_cpu": True}, context),
             model=model.facts.model,
             model_url=f"{model.url}/model",

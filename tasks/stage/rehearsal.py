@@ -15,12 +15,13 @@ from trainer_lib.launch.settings.variables import threads_of
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.requests import EstimateRequest, EvaluateRequest, ProbeRequest
 from trainer_lib.storage import Store
-from trainflow.tasks.configs import EvaluateConfig, TrainConfig
+from trainflow.tasks.configs import EvaluateConfig, StageSettings, TrainConfig
 from trainflow.tasks.keys.spec_words import in_words_of_spec
 from trainflow.tasks.keys.stage_code import code_of
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.runner import StageFolder
 from trainflow.tasks.stage.worker import model_fields, sent_arguments
 
 PROBED_STEPS = 13
@@ -53,7 +54,7 @@ def estimate_training(config: TrainConfig, context: StageContext, data: StageMan
     args = context.resolver.arguments(config.args, prefix="train.args")
     own = context.resolver.launch(config.launch, use_cpu=args.use_cpu)
     request = EstimateRequest(
-        **{**model_fields(config, context, "train", Store.open(context.storage), data), "tracking": False},
+        **_fields(config, context, StageFolder("train", Store.open(context.storage)), data),
         args=sent_arguments(config.args, context),
         model=config.model,
         train_split=config.train_split,
@@ -90,7 +91,7 @@ def rehearse_evaluation(
     args = context.resolver.arguments(config.args, prefix="evaluate.args")
     own = context.resolver.launch(config.launch or train.launch, use_cpu=args.use_cpu)
     request = EvaluateRequest(
-        **{**model_fields(config, context, "evaluate", Store.open(context.storage), data), "tracking": False},
+        **_fields(config, context, StageFolder("evaluate", Store.open(context.storage)), data),
         args=sent_arguments(config.args, context),
         model=train.model,
         model_url="",
@@ -144,7 +145,7 @@ def probe_training(
     folder = f"{_FOLDER}-{os.urandom(8).hex()}"
     store = Store.open(context.storage).child(folder)
     request = ProbeRequest(
-        **{**model_fields(config, context, "train", store, data), "tracking": False},
+        **_fields(config, context, StageFolder("train", store), data),
         args=sent_arguments({**config.args, **changed}, context),
         model=config.model,
         train_split=config.train_split,
@@ -161,6 +162,12 @@ def probe_training(
     evaluation = (found.evaluation_row_s or 0.0) * min(request.rows, rows)
     known = PROBED_STEPS * found.step_s + found.warm_up_s + evaluation + (found.save_s or 0.0)
     return replace(found, overhead_s=max(0.0, whole - known))
+
+
+def _fields(
+    config: StageSettings, context: StageContext, output: StageFolder, data: StageManifest[PrepareFacts]
+) -> dict[str, Any]:
+    return {**model_fields(config, context, output, data), "tracking": False}
 
 
 def _say_waits(say: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:

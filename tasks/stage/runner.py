@@ -56,12 +56,17 @@ _UNCOMMITTED = {*_BOOKS, "checkpoints", "follow", "history.json", "losses.json"}
 
 
 @dataclass(frozen=True)
-class StageAttempt:
-    """One attempt at a stage: what its work is given."""
+class StageFolder:
+    """A stage and its folder, in which finished parts of an earlier attempt may lie."""
 
     stage: str
     store: Store
-    """The stage's folder. Finished parts of an earlier attempt may lie in it."""
+
+
+@dataclass(frozen=True)
+class StageAttempt(StageFolder):
+    """One attempt at a stage: what its work is given."""
+
     number: int
     """Of the attempt, from 1."""
     batch_halvings: int

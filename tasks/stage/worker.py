@@ -9,7 +9,6 @@ from trainer_lib.data.rows.mixture import INFO
 from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
 from trainer_lib.launch.pool import apart
 from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request
-from trainer_lib.storage import Store
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, StageSettings
 from trainflow.tasks.keys.declared_paths import path_options
@@ -20,33 +19,33 @@ from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import count_sharers, halve_evaluation_batch, max_halvings
-from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
+from trainflow.tasks.stage.runner import StageAttempt, StageFolder, StageOutput, run_stage
 
 R = TypeVar("R")
 
 
-def common_fields(config: StageSettings, context: StageContext, stage: str, output: Store) -> dict[str, Any]:
+def common_fields(config: StageSettings, context: StageContext, output: StageFolder) -> dict[str, Any]:
     """The fields that every request of a stage has, by name."""
     recipe = config.recipe or context.recipe
     root = context.root if context.root is not None else str(find_root(recipe))
     return {
-        "output": output.url,
+        "output": output.store.url,
         "recipe": RecipeFile(recipe, root, context.recipe if recipe != context.recipe else None),
         "options": config.options,
-        "paths": path_options(stage, config, context),
+        "paths": path_options(output.stage, config, context),
         "debug": context.debug,
     }
 
 
 def model_fields(
-    config: StageSettings, context: StageContext, stage: str, output: Store, data: StageManifest[PrepareFacts]
+    config: StageSettings, context: StageContext, output: StageFolder, data: StageManifest[PrepareFacts]
 ) -> dict[str, Any]:
     """The fields of `common_fields`, and those of a stage that works with a model, but for its arguments."""
     info = data.facts.info
     if context.mixture is not None:
         info = {**info, INFO: {**info.get(INFO, {}), **context.mixture}}
     prepared = PreparedData(data.url, data.facts.splits, info, data.files)
-    common = common_fields(config, context, stage, output)
+    common = common_fields(config, context, output)
     return {**common, "tracking": context.tracking is not None, "data": prepared}
 
 
@@ -136,7 +135,7 @@ def run_inference(
     def work(attempt: StageAttempt) -> StageOutput:
         args = halve_evaluation_batch(config.args, attempt.batch_halvings, shared_by=sharers)
         asked = request(
-            **model_fields(config, context, key.stage, attempt.store, data),
+            **model_fields(config, context, attempt, data),
             args=sent_arguments(args, context),
             model=model.facts.model,
             model_url=f"{model.url}/model",

@@ -269,7 +269,8 @@ class OptunaSearch:
 
     def _best(self) -> BestRun | list[BestRun]:
         found = self._comm.broadcast_json(run_on_all_ranks(self._comm, self._summary))
-        runs = [BestRun(run["run_id"], run["objective"], run["params"], found["trials"]) for run in found["best"]]
+        best, trials = found["best"], found["trials"]
+        runs = [BestRun(run["run_id"], run["objective"], run["hyperparameters"], trials) for run in best]
         return runs[0] if len(self._settings.directions) == 1 else runs
 
     def _summary(self) -> dict[str, Any] | None:
@@ -281,23 +282,14 @@ class OptunaSearch:
             remedy = "Narrow the ranges; every failure was logged as a warning."
             raise ConfigError(what, field="hp_space", remedy=remedy) from self._failure
         several = len(self._settings.directions) > 1
+
+        def describe(trial: Any) -> dict[str, Any]:
+            return {
+                "run_id": str(trial.number),
+                "state": trial.state.name.lower(),
+                "objective": None if not trial.values else trial.values if several else trial.value,
+                "hyperparameters": json_values(trial.params, _REMEDY),
+            }
+
         best = self._study.best_trials if several else [self._study.best_trial]
-        return {
-            "best": [
-                {
-                    "run_id": str(trial.number),
-                    "objective": trial.values if several else trial.value,
-                    "params": json_values(trial.params, _REMEDY),
-                }
-                for trial in best
-            ],
-            "trials": [
-                {
-                    "run_id": str(trial.number),
-                    "state": trial.state.name.lower(),
-                    "objective": None if not trial.values else trial.values if several else trial.value,
-                    "hyperparameters": json_values(trial.params, _REMEDY),
-                }
-                for trial in trials
-            ],
-        }
+        return {"best": [describe(trial) for trial in best], "trials": [describe(trial) for trial in trials]}
