@@ -151,7 +151,7 @@ class _Proof:
 
         train, attempt = self._spec.train, self._attempt(name)
         request = TrainRequest(
-            **model_fields(train, self._context, attempt.stage, attempt.store, self._data),
+            **model_fields(train, self._context, attempt, self._data),
             args=sent_arguments(self._arguments(), self._context),
             model=train.model,
             train_split=train.train_split,
@@ -179,7 +179,7 @@ class _Proof:
 
         whole, resumed = (Store.open(self._place).child(name, "checkpoints").url for name in ("whole", "resumed"))
         attempt = self._attempt("comparison")
-        common = common_fields(self._spec.train, self._context, attempt.stage, attempt.store)
+        common = common_fields(self._spec.train, self._context, attempt)
         return self._launched(
             CompareRequest(**common, whole=whole, resumed=resumed), attempt, processes=1, kind="process"
         )

@@ -97,7 +97,7 @@ def count_all_rows(
 ) -> StageManifest[CountFacts]:
     def work(attempt: StageAttempt) -> StageOutput:
         rows = {name: split.rows for name, split in data.facts.splits.items() if name in (config.splits or [name])}
-        request = CountRequest(**common_fields(config, context, attempt.stage, attempt.store), rows=rows)
+        request = CountRequest(**common_fields(config, context, attempt), rows=rows)
         result = launch_request(request, config.launch, context, attempt)
         return StageOutput(list(result.files), metrics={"counted": result.rows}, facts=CountFacts(result.rows))
 
