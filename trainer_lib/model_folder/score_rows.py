@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any, NamedTuple
@@ -33,7 +32,7 @@ from trainer_lib.recipes.tables.table_files import read_table
 from trainer_lib.recipes.time_series_forecasting import Series, SeriesTable, window_columns
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.worker.process.events import QUIET_S
+from trainer_lib.worker.process.events import Pace
 from trainer_lib.worker.process.session import Work
 
 BATCHES_AT_ONCE = 16
@@ -81,7 +80,7 @@ class _Scoring:
         if loaded.form is not None:  # the first rows are read again
             loaded.form.unknown.clear()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="trainflow-rows")
-        self._reported = 0.0
+        self._pace = Pace()
         self._predicted = self._num_bad = 0
 
     def run(self) -> ScoreResult:
@@ -343,10 +342,8 @@ class _Scoring:
         return DataError(what, field="--id", value=self._form.id_column, remedy=remedy)
 
     def _report(self, share: float) -> None:
-        now = time.monotonic()
-        if now - self._reported < QUIET_S:
+        if not self._pace.is_due():
             return
-        self._reported = now
         self._events.emit(
             "progress", step=int(share * _SHARES), max_steps=_SHARES, rows=self._predicted, row=self._reader.position
         )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -52,7 +50,7 @@ from trainer_lib.storage.commit import content_digest
 from trainer_lib.trainer import Trainer
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, events_callback, load_weights
-from trainer_lib.worker.process.events import QUIET_S, EventsCallback
+from trainer_lib.worker.process.events import EventsCallback, Pace
 from trainer_lib.worker.process.session import Work
 from trainer_lib.worker.train import HISTORY
 
@@ -145,7 +143,7 @@ class _Progress(TrainerCallback):
         self._size = int(trainer.args.per_device_eval_batch_size)
         self.total = 0
         self._done = self._first = self._now = self._most = 0
-        self._reported = -math.inf
+        self._pace = Pace()
 
     def begin(self, row: int, rows: int) -> None:
         """Begin with a range of so many rows, whose first one is `row` of all splits."""
@@ -155,9 +153,8 @@ class _Progress(TrainerCallback):
     def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Count a batch."""
         self._now = min(self._most, self._now + self._size)
-        if time.monotonic() - self._reported < QUIET_S:
+        if not self._pace.is_due():
             return
-        self._reported = time.monotonic()
         row = self._first + self._now
         self._events.emit("progress", step=row, max_steps=self.total, row=row, rows=self._done + self._now)
 

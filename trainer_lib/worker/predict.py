@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -22,7 +21,7 @@ from trainer_lib.protocol.requests import PredictRequest, PredictResult
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_weights
-from trainer_lib.worker.process.events import QUIET_S
+from trainer_lib.worker.process.events import Pace
 from trainer_lib.worker.process.session import Work
 
 
@@ -67,12 +66,11 @@ def _write(
     if column is not None:
         order = longest_first([split[row][column] for row in range(start, stop)])
     spool = PredictionSpool(None)
-    reported = 0.0
+    pace = Pace()
     try:
         for rows, outputs in _stream(trainer, split, start, stop, order):
             spool.append(outputs)
-            if time.monotonic() - reported >= QUIET_S:
-                reported = time.monotonic()
+            if pace.is_due():
                 row = int(rows[-1]) + 1
                 work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=before + row - start)
         tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())

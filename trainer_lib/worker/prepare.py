@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-import time
 import uuid
 from typing import Any
 
@@ -39,7 +38,7 @@ from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequ
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import MOST_FILES
-from trainer_lib.worker.process.events import QUIET_S
+from trainer_lib.worker.process.events import Pace
 from trainer_lib.worker.process.session import Work
 
 SOURCES = "records/sources.json"
@@ -162,7 +161,7 @@ class _Report:
         self._events = work.events
         self._total = total
         self._part = self._before = self._now = 0
-        self._reported = 0.0
+        self._pace = Pace()
 
     def begin(self, part: int) -> None:
         """Begin with a split of a part."""
@@ -170,21 +169,14 @@ class _Report:
 
     def put_together(self, part: int) -> None:
         """Note that this part is put together with those before it."""
-        if self._is_due():
+        if self._pace.is_due():
             message = f"source {part + 1:,} of {self._total:,} is put together with the others"
             self._events.emit("progress", message=message)
-
-    def _is_due(self) -> bool:
-        now = time.monotonic()
-        if now - self._reported < QUIET_S:
-            return False
-        self._reported = now
-        return True
 
     def rows(self, count: int) -> None:
         """Note the rows of this split so far."""
         self._now = count
-        if self._is_due():
+        if self._pace.is_due():
             rows = self._before + count
             message = f"source {self._part + 1:,} of {self._total:,}, {counted(rows, 'row')}"
             self._events.emit("progress", step=self._part + 1, max_steps=self._total, rows=rows, message=message)

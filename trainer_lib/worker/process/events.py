@@ -24,6 +24,21 @@ _FIRST_BATCHES = 3  # they are slow, so no time left is estimated from them
 QUIET_S = 0.5  # the least time between two signs of life
 
 
+class Pace:
+    """Lets signs of life through, at most one every `QUIET_S` seconds."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def is_due(self) -> bool:
+        """Whether it is time for one; if so, none is for a while."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return False
+        self._quiet_until = now + QUIET_S
+        return True
+
+
 class _Counted(NamedTuple):
     """Progress of a training at a log."""
 
@@ -52,7 +67,7 @@ class EventsCallback(TrainerCallback):
     def __init__(self, events: Events, samples_per_step: int = 0) -> None:
         self._events = events
         self._samples_per_step = samples_per_step
-        self._quiet_until = 0.0
+        self._pace = Pace()
         self._began = 0.0
         self._first_step = 0
         self._predicted = self._all_predicted = 0
@@ -111,7 +126,7 @@ class EventsCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Report a sign of life."""
-        if self._due():
+        if self._pace.is_due():
             self._events.emit("progress", **self._where(state))
 
     def on_log(
@@ -134,7 +149,7 @@ class EventsCallback(TrainerCallback):
         """Report a sign of life."""
         self._predicted += 1
         self._all_predicted += 1
-        if not self._due():
+        if not self._pace.is_due():
             return
         loader = kwargs.get("eval_dataloader")
         batches = len(loader) if has_length(loader) else 0  # type: ignore[arg-type]
@@ -179,13 +194,6 @@ class EventsCallback(TrainerCallback):
         if row and self._all_predicted >= _FIRST_BATCHES:
             where["eta_s"] = (total - row) * (time.monotonic() - self._began) / row
         return where
-
-    def _due(self) -> bool:
-        now = time.monotonic()
-        if now < self._quiet_until:
-            return False
-        self._quiet_until = now + QUIET_S
-        return True
 
     def _where(self, state: TrainerState) -> dict[str, Any]:
         """Position, speed and time left, as far as they are known."""
