@@ -133,7 +133,6 @@ def list_excess(
     if count <= 0:
         return []
     spared = {*protect, *_newest_needed(root, infos, just_written)}
-    # Oldest first.
     free = (info for info in reversed(infos) if info.name not in spared and not is_kept(root.child(info.name)))
     return [info for info in itertools.islice(free, count) if not is_protected(root.child(info.name))]
 

@@ -318,9 +318,8 @@ def _floor(lr: float, min_lr: float | None, min_lr_rate: float | None) -> float:
 
 
 def _refused(name: str, value: object, message: str, remedy: str) -> ConfigError:
-    return ConfigError(
-        message, field=f"lr_scheduler_kwargs.{name}", value="none" if value is None else value, remedy=remedy
-    )
+    shown = "none" if value is None else value
+    return ConfigError(message, field=f"lr_scheduler_kwargs.{name}", value=shown, remedy=remedy)
 
 
 FACTORS: Mapping[SchedulerType, Callable[..., Factor]] = {

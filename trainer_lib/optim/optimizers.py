@@ -169,9 +169,8 @@ class Lion(Optimizer):
     ) -> None:
         for beta in betas:
             if not 0.0 <= beta < 1.0:
-                raise ConfigError(
-                    "The value must be in [0, 1).", field="optim_args.betas", value=beta, remedy="Give 0.9 and 0.99."
-                )
+                what = "The value must be in [0, 1)."
+                raise ConfigError(what, field="optim_args.betas", value=beta, remedy="Give 0.9 and 0.99.")
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "weight_decay": weight_decay})
 
     @override
@@ -286,9 +285,8 @@ def parse_optim_args(text: str | None) -> dict[str, Any]:
         name, equals, value = part.partition("=")
         name = name.strip()
         if not equals or not name.isidentifier():
-            raise ConfigError(
-                "This part is not name=value.", field="optim_args", value=part.strip(), remedy='Write "a=1,b=2".'
-            )
+            what = "This part is not name=value."
+            raise ConfigError(what, field="optim_args", value=part.strip(), remedy='Write "a=1,b=2".')
         if name in settings:
             raise ConfigError("The setting is given twice.", field="optim_args", value=name, remedy="Keep one of them.")
         settings[name] = _value(value.strip())
