@@ -272,6 +272,9 @@ FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
     ("a.csv", SEMICOLONS, "tabular", {}, "read with the separator ';'."),
     ("a.csv", SEMICOLONS.encode("latin-1"), "tabular", {}, "with the encoding cp1252 and the separator ';'."),
     ("a.csv", TABS, "tabular", {}, "encoding utf-16 and the separator '\\t'."),
+    ("a.csv", SEMICOLONS.encode("utf-16-be"), "tabular", {}, "encoding utf-16-be and the separator ';'."),
+    ("a.jsonl", NESTED.encode("utf-16-le"), "text", {"ignore": ["meta", "spans"]}, "encoding utf-16-le."),
+    ("a.json", PRETTY.replace("text 1", "täxt").encode("utf-16"), "text", {}, "encoding utf-16."),
     ("a.csv", "\ufeff" + SEMICOLONS.replace(";", ","), "tabular", {}, ""),
 ]
 
@@ -280,7 +283,7 @@ FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
 def test_files_of_other_forms_are_read_and_what_is_unusual_is_said(
     tmp_path: Path, name: str, content: str | bytes, recipe: str, options: dict[str, Any], said: str
 ) -> None:
-    chosen = {"text": "text", "label": "label"} if recipe == "text" else {"label": "Käufer", **options}
+    chosen = {**({"text": "text", "label": "label"} if recipe == "text" else {"label": "Käufer"}), **options}
     found, out = prepared(f"{recipe}-classification", written(tmp_path, content, name), **chosen)
     assert sum(map(len, found.values())) == 40
     if recipe == "tabular":
@@ -300,6 +303,8 @@ def test_files_of_other_forms_are_read_and_what_is_unusual_is_said(
         ),
         ("a.json", PRETTY[:-9], "a.json: the file begins as a JSON array, which cannot be read"),
         ("a.json", json.dumps({"data": TEXTS}, indent=1), "give one object a line"),
+        ("a.tsv", 'text\tlabel\n"Hi\ta\nbye"\tb', "at this place: a value in quotes has a tab and the end of a line"),
+        ("a.csv", "label,text,,\na,b,,\na,b,c,d", "row 1 (line 3): it has 4 values, and the header has 2 names (more"),
         ("a.jsonl", '{"text": ["a", "b"], "label": "a"}\n' * 20, "row 0 (line 1), column 'text': a list is neither"),
     ],
 )

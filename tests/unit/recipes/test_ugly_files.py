@@ -149,6 +149,9 @@ READ: dict[str, Ugly] = {
         name="data.json.bz2", first={"x": 10},
     ),
     "columns that were in use": Ugly("{n};{l};;", head="x;label;;", first={"x": 10}),
+    "blanks behind separators": Ugly(
+        '{n}, "a, b", {l}', head=" x, c , label", first={"c": "a, b"}, new={"x": "5", "c": "", "expected": 5.0}
+    ),
     "years as columns": Ugly("{n},{n},{l}", head="2019,2020,label", first={"2019": 10}, words=("looks like a row",)),
 }  # fmt: skip
 
@@ -411,6 +414,11 @@ def test_packed_copies_and_workbooks_are_read_where_they_are_named_and_not_in_a_
         (tmp_path / "data" / name).write_bytes(b"")
     assert [file.path for file in find_row_files([str(tmp_path / "data")])] == ["data.csv"]
     assert [file.path for file in find_row_files([f"{tmp_path}/data/*.zip"])] == ["data.csv.zip"]
+    for name in ("dataset_dict.json", "train/dataset_info.json", "train/state.json", "train/data.arrow", "state.json"):
+        (tmp_path / "saved" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "saved" / name).touch()
+    for address in (f"{tmp_path}/saved", f"{tmp_path}/saved/**"):  # as `datasets` saves them
+        assert [file.path for file in find_row_files([address])] == ["state.json", "train/data.arrow"]
 
 
 #: Two sheets with the same rows: one begins with its names, one with a title; the second has formatted cells below.
@@ -480,6 +488,7 @@ def test_all_problems_of_rows_and_columns_are_listed_with_what_settles_them(tmp_
         prepared(path, id="id", dates={"day": None})
     message = caught.value.message
     assert message.startswith(f"{path}, row 40 (line 42): it has 7 values")
+    assert message.partition("\n    -> ")[2].startswith("Correct the file.")
     for words in (
         "row 20 (line 22), column 'label': there is no value, as in 1 of 59 rows",
         "Two rows have one id.",

@@ -14,6 +14,7 @@ from trainer_lib.data.rows.column import Column
 from trainer_lib.data.rows.columns import ROW_ID, is_list_of_texts
 from trainer_lib.errors import DataError
 
+OF_NEW_ROWS = "Give rows with the columns of the prepared data."
 _EXACT = 2.0**53  # up to it a float64 holds every integer
 
 
@@ -206,9 +207,7 @@ def _copied(value: Any) -> Any:
 def refuse_row(place: str, column: str | None, what: str) -> DataError:
     """The error about one row, or one value of it; `place` says which row."""
     where = place if column is None else f"{place}, column '{column}'"
-    return DataError(
-        f"{where}: {what}.", field="rows", value=column, remedy="Give rows with the columns of the prepared data."
-    )
+    return DataError(f"{where}: {what}.", field="rows", value=column, remedy=OF_NEW_ROWS)
 
 
 def parse_text(place: str, name: str, text: str, column: Column) -> Any:

@@ -114,7 +114,7 @@ class Reading:
             stream: a buffered stream of bytes.
             notes: gets a sentence where the form is unusual.
         """
-        encoding, separator, skipped = self._find_form(stream.peek(), usual)
+        encoding, separator, skipped, is_spaced = self._find_form(stream.peek(), usual)
         unusual = [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]
         unusual += [] if separator == usual else [f"the separator {separator!r}"]
         if unusual:
@@ -127,10 +127,12 @@ class Reading:
             quoting=csv.QUOTE_NONE if self.quote == "" else csv.QUOTE_MINIMAL,
             escapechar=self.escape,
             doublequote=self.escape is None,
+            skipinitialspace=is_spaced,
             strict=True,
         )
         # A line may be empty, and a file of new rows may begin with the names.
-        lines = ((reader.line_num, values) for values in reader if values)
+        lines: Iterator[tuple[int, list[str]]] = ((reader.line_num, values) for values in reader if values)
+        lines = map(_refuse_swallowed, lines) if separator == "\t" and self.quote is None else lines
         lines = ((line, values) for line, values in lines if line > 1 or values not in self._names_of_lines)
         yield from self._with_names((line + skipped, values) for line, values in lines)
 
@@ -147,13 +149,14 @@ class Reading:
             yield 0, asked if len(first[1]) == len(asked) else whole
         yield from lines
 
-    def _find_form(self, head: bytes, usual: str) -> tuple[str, str, int]:
-        """The encoding, the separator and the number of lines before that with the names.
-
-        What this table says counts where it can be: a file of new rows may be UTF-8, or have another separator.
-        """
+    def encoding_of(self, head: bytes) -> str:
+        """The encoding of a text, from its first bytes; ours counts where it can be: new rows may be UTF-8."""
         found = find_encoding(head)
-        encoding = found if self.encoding is None or (found, head.isascii()) == ("utf-8-sig", False) else self.encoding
+        return found if self.encoding is None or (found, head.isascii()) == ("utf-8-sig", False) else self.encoding
+
+    def _find_form(self, head: bytes, usual: str) -> tuple[str, str, int, bool]:
+        """The encoding, the separator, the number of lines before the names, and whether blanks follow separators."""
+        encoding = self.encoding_of(head)
         text = head.decode(encoding, "replace")
         hint = _HINT.match(text.removeprefix("\ufeff"))
         skipped = self.skip_lines + (hint is not None)
@@ -162,13 +165,24 @@ class Reading:
         separator = hint[1] if hint is not None else max((usual, *_SEPARATORS), key=line.count)
         if self.separator is not None and (self.columns or self.separator in line):
             separator = self.separator
-        return encoding, separator, skipped
+        return encoding, separator, skipped, 0 < line.count(separator) == line.count(f"{separator} ")
+
+
+def _refuse_swallowed(line: tuple[int, list[str]]) -> tuple[int, list[str]]:
+    """The values of a line between tabs. Raises csv.Error for a quote that has made one value of two lines."""
+    if any("\t" in value and "\n" in value for value in line[1]):
+        raise csv.Error("a value in quotes has a tab and the end of a line")
+    return line
 
 
 def find_encoding(head: bytes) -> str:
-    """The encoding of a text, from its first bytes: UTF-8 or UTF-16, else the likeliest by charset-normalizer."""
+    """The encoding of a text, from its first bytes: a Unicode one, else the likeliest by charset-normalizer."""
+    if head.startswith((codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)):
+        return "utf-32"
     if head.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         return "utf-16"
+    if 4 * head.count(0) > len(head):
+        return "utf-16-le" if head[1::2].count(0) > head[::2].count(0) else "utf-16-be"
     try:
         codecs.getincrementaldecoder("utf-8-sig")().decode(head)
         return "utf-8-sig"

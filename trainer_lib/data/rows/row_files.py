@@ -106,7 +106,8 @@ class OpenFile:
         elif kind == "sheet":
             yield from _name_rows(read_sheet(content, self.file, reading, notes), self.file, notes)
         else:
-            yield from _read_json(content, self.file) if kind == "json lines" else _read_table(content, kind)
+            is_json = kind == "json lines"
+            yield from _read_json(content, self.file, notes, reading) if is_json else _read_table(content, kind)
 
     @property
     def read_bytes(self) -> int:
@@ -148,7 +149,8 @@ def _remedy(error: Exception) -> str:
     if isinstance(error, UnicodeDecodeError):
         return f"Name its encoding ({READ}.encoding=cp1252), or write it as UTF-8."
     if isinstance(error, csv.Error):
-        return f"Repair it, or say how it is written: {READ}.quote, {READ}.escape, {READ}.separator."
+        quote = f'{READ}.quote ("" if quotes are parts of values)'
+        return f"Repair it, or say how it is written: {quote}, {READ}.escape, {READ}.separator."
     return "Repair it, or write it again."
 
 
@@ -178,8 +180,8 @@ def _buffer_text(stream: Any, file: RowFile) -> io.BufferedReader:
 
 def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: list[str]) -> Iterator[Raw]:
     """Rows by the names of their columns, which stand in the first line."""
-    number, header = next(lines, (1, []))
-    first = next(lines, (number, []))
+    number, written = next(lines, (1, []))
+    first, header = next(lines, (number, [])), [name.strip() for name in written]
     width = max((place for place, name in enumerate(header, 1) if name), default=0)
     # Excel writes columns that were once in use.
     if header.count("") > 1 and any(first[1][:width]) and not any(first[1][width:]):
@@ -191,7 +193,7 @@ def _name_rows(lines: Iterator[tuple[int, list[Any]]], file: RowFile, notes: lis
     if number and looks_like_row(header):
         notes.append(f"The first line of {file.address} names the columns, and looks like a row ({READ}.columns).")
     for line, values in itertools.chain([first] if first[1] else [], lines):
-        yield line, partial(_name_cells, header, values)
+        yield line, partial(_name_cells, header, values, written)
 
 
 def _add_columns(parse: Callable[[], Any], columns: Mapping[str, str | None]) -> Any:
@@ -199,35 +201,46 @@ def _add_columns(parse: Callable[[], Any], columns: Mapping[str, str | None]) ->
     return {**row, **columns} if isinstance(row, dict) else row
 
 
-def _name_cells(header: list[str], values: list[Any]) -> dict[str, Any]:
+def _name_cells(header: list[str], values: list[Any], written: list[str]) -> dict[str, Any]:
+    if len(header) > 1 and values == written:
+        raise ValueError("it repeats the names of the columns")
     if len(values) > len(header) and not any(values[len(header) :]):
         values = values[: len(header)]
     if len(values) != len(header):
-        raise ValueError(f"it has {counted(len(values), 'value')}, and the header has {counted(len(header), 'column')}")
-    if len(header) > 1 and values == header:
-        raise ValueError("it repeats the names of the columns")
+        names = "column" if len(written) == len(header) else "name"
+        hint = "" if names == "column" else f" (more names: {READ}.columns=[…], with {READ}.skip_lines=1)"
+        raise ValueError(
+            f"it has {counted(len(values), 'value')}, and the header has {counted(len(header), names)}{hint}"
+        )
     return dict(zip(header, values, strict=True))
 
 
-def _read_json(stream: Any, file: RowFile) -> Iterator[Raw]:
+def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -> Iterator[Raw]:
     """The rows of lines of JSON, or of a file that is one JSON array."""
     buffered = _buffer_text(stream, file)
+    head, encoding = buffered.peek(), reading.encoding_of(buffered.peek())
+    lines: Iterator[bytes] = read_lines(buffered)
+    if encoding != "utf-8-sig":
+        notes.append(f"{file.address} is read with the encoding {encoding}.")
+        lines = map(str.encode, read_lines(io.TextIOWrapper(buffered, encoding, newline="\n")))
     is_array = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
-    if is_array and buffered.peek().removeprefix(_BOM).lstrip().startswith(b"["):
-        rows = _parse_array(buffered, file)
+    if is_array and head.decode(encoding, "replace").lstrip("\ufeff \t\r\n").startswith("["):
+        rows = _parse_array(lines, file)
         yield from ((None, partial(rows.__getitem__, number)) for number in range(len(rows)))
-    for number, text in enumerate(read_lines(buffered), start=1):
+    for number, text in enumerate(lines, start=1):
         line = text.removeprefix(_BOM) if number == 1 else text
         if not line.isspace():
             yield number, partial(_parse_json, line)
 
 
-def _parse_array(stream: io.BufferedReader, file: RowFile) -> list[Any]:
-    content = stream.read(MAX_LINE_BYTES)
+def _parse_array(lines: Iterator[bytes], file: RowFile) -> list[Any]:
+    content = bytearray()
     try:
-        if len(content) == MAX_LINE_BYTES:
-            raise ValueError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
-        rows: list[Any] = _parse_json(content.removeprefix(_BOM))
+        for line in lines:
+            content += line
+            if len(content) >= MAX_LINE_BYTES:
+                raise ValueError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
+        rows: list[Any] = _parse_json(bytes(content.removeprefix(_BOM)))
         return rows
     except ValueError as error:
         what = f"the file begins as a JSON array, which cannot be read ({error}); give one object a line"
@@ -246,6 +259,8 @@ def _parse_json(line: bytes) -> Any:
         return value
     except UnicodeEncodeError as error:
         raise ValueError("a text has half of a surrogate pair, such as \\ud83d, without the other") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the line is not UTF-8 ({error}); name its encoding ({READ}.encoding=cp1252)") from error
     except ValueError as error:
         raise ValueError(f"the line is not JSON ({error}); give one object a line") from error
 

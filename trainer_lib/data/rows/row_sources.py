@@ -39,6 +39,7 @@ TABLES = {**FORMATS, ".xlsx": "sheet"}
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _ONLY_NAMED = (*_PACKED[1:], ".xlsx")
 """Endings of files that are read where an address ends so; in a folder they are often the sources of its data."""
+_RECORDS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "COMMIT.json")
 _TEXTS = ("csv", "tsv", "json lines")
 _LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
 _WILD = re.compile(r"[*?\[]")
@@ -110,8 +111,7 @@ def _resolve(address: str, formats: Mapping[str, str], others: list[str] | None)
         return [RowFile(store.url, name, store.size(name))]
     below = store.child(name) if name else store
     listed = [info for info in below.list() if not is_hidden(info.path)]
-    files = [RowFile(below.url, info.path, info.size) for info in listed if _is_data(info.path, formats, address)]
-    if files:
+    if files := _find_data(below, listed, formats, address):
         if others is not None:
             others += [info.path for info in listed if format_of(info.path, formats) is None]
         return files
@@ -171,8 +171,7 @@ def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> t
 
 def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
     store, listed = list_matches(address)
-    known = [RowFile(store.url, info.path, info.size) for info in listed if _is_data(info.path, formats, address)]
-    if not known:
+    if not (known := _find_data(store, listed, formats, address)):
         what = "Files match this pattern, but none of a known format." if listed else "No file matches this pattern."
         raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
     return known
@@ -189,13 +188,19 @@ def _matches(names: Sequence[str], pattern: Sequence[str], *, hidden: bool) -> b
     return may_stand and fnmatchcase(names[0], pattern[0]) and _matches(names[1:], pattern[1:], hidden=hidden)
 
 
-def _is_data(path: str, formats: Mapping[str, str], address: str) -> bool:
-    """Whether a listed file holds rows: markers (_SUCCESS) and records of a commit do not."""
-    name = path.rpartition("/")[2]
-    if name.lower().endswith(_ONLY_NAMED) and not address.lower().endswith(_ONLY_NAMED):
-        return False
-    found = format_of(path, formats)
-    return found == "image" or (found is not None and not name.startswith("_") and name != "COMMIT.json")
+def _find_data(store: Store, listed: Sequence[FileInfo], formats: Mapping[str, str], address: str) -> list[RowFile]:
+    """The listed files that hold rows: markers (_SUCCESS), and records of a commit or of `datasets`, do not."""
+    folders = {folder for folder, _, name in (info.path.rpartition("/") for info in listed) if name == _RECORDS[0]}
+    found = []
+    for info in listed:
+        folder, _, name = info.path.rpartition("/")
+        is_record = name in _RECORDS or (name == "state.json" and folder in folders)
+        is_unnamed = name.lower().endswith(_ONLY_NAMED) and not address.lower().endswith(_ONLY_NAMED)
+        kind = format_of(info.path, formats)
+        is_left_out = is_record or is_unnamed or (name.startswith("_") and kind != "image")
+        if kind is not None and not is_left_out:
+            found.append(RowFile(store.url, info.path, info.size))
+    return found
 
 
 def _split(address: str) -> tuple[str, str]:

@@ -58,6 +58,7 @@ from trainer_lib.recipes.tables.table_files import (
     naming_sources,
     note_form,
     read_table,
+    remedy_of,
 )
 
 if TYPE_CHECKING:
@@ -544,7 +545,7 @@ def raise_listed(problems: Sequence[DataError]) -> None:
     first, *others = problems
     if not others:
         raise first
-    lines = [f"  {problem.message}\n    -> {problem.remedy or 'Correct the file.'}" for problem in problems[:_LISTED]]
+    lines = [f"  {problem.message}\n    -> {remedy_of(problem)}" for problem in problems[:_LISTED]]
     lines += [f"  and {len(problems) - _LISTED:,} more"] if len(problems) > _LISTED else []
     what = "\n".join([f"{first.message}\n", "All that prepare-data found:", *lines])
     raise DataError(what, field=first.field, value=first.value, remedy=first.remedy)

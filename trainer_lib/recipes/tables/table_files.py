@@ -21,7 +21,7 @@ import numpy as np
 
 from trainer_lib.base.suggestions import counted, nearest, suggestion
 from trainer_lib.data.rows.column import Column
-from trainer_lib.data.rows.given_rows import parse_text, refuse_row
+from trainer_lib.data.rows.given_rows import OF_NEW_ROWS, parse_text, refuse_row
 from trainer_lib.data.rows.reading import FIELD as READ
 from trainer_lib.data.rows.reading import Reading
 from trainer_lib.data.rows.row_files import read_rows, read_sentences
@@ -65,8 +65,13 @@ def naming_sources(field: str) -> Iterator[None]:
         yield
     except TrainflowError as error:
         if error.field in ("NEW_DATA", "rows"):
-            error.field, error.remedy = field, error.remedy if error.field == "NEW_DATA" else "Correct the file."
+            error.field, error.remedy = field, remedy_of(error)
         raise
+
+
+def remedy_of(error: TrainflowError) -> str:
+    """The remedy of an error about a row of a file."""
+    return "Correct the file." if error.remedy in (None, "", OF_NEW_ROWS) else str(error.remedy)
 
 
 def renamed_row(values: Any, rename: Mapping[str, str], place: str) -> dict[str, Any]:
