@@ -368,7 +368,9 @@ NEW: list[dict[str, Any]] = [
 ]
 
 
-def test_gaps_other_types_and_old_names_are_those_that_prepare_took(tmp_path: Path) -> None:
+def test_gaps_other_types_and_old_names_are_those_that_prepare_took(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     source = _write(tmp_path / "train.csv", _gaps())
     publish_recipe(tmp_path / "model", "tabular-classification", source, {**GAPS, **CUT}, {"hidden": [4]})
     events: list[Any] = []
@@ -383,6 +385,7 @@ def test_gaps_other_types_and_old_names_are_those_that_prepare_took(tmp_path: Pa
     for given in (NEW, plain, pd.DataFrame(plain)):
         found = load_model(str(tmp_path / "model"), trust_code=True).predict(given)
         assert [row["confidence"] for row in rows] == pytest.approx(found["confidence"])
+    assert caplog.text.count("a text that no training row has in 1 row, such as '7'") == 3
 
 
 @pytest.mark.parametrize(

@@ -109,7 +109,11 @@ class LoadedModel:
             rows = rows.to_dict("records")
         if (form := self.form) is None:
             return cast("Iterable[Mapping[str, Any]]", rows)
-        return [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
+        form.unknown.clear()  # of earlier rows
+        read = [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
+        for sentence in form.describe_unknown():
+            _log.warning("%s", sentence)
+        return read
 
     def measured_with(self, rows: Sequence[Mapping[str, Any]], labels: np.ndarray) -> EvalPrediction:
         """The input of the recipe's metrics, from rows as for `predict` and their labels ``[rows]``."""

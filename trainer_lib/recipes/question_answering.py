@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import compress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -28,11 +29,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.shared.model_places import MODEL, build_with_head
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose
-from trainer_lib.recipes.tables.cells import read_exact_text
+from trainer_lib.recipes.tables.cells import parse_literal, read_exact_text
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import SOURCES, Reader, note_form
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts
@@ -103,6 +105,7 @@ def measure_answers(scores: np.ndarray) -> dict[str, float]:
 
 
 # -- questions, contexts and answers of files -------------------------------------------------------------------------
+_NONE = "is_impossible"  # column of SQuAD 2 that marks questions without an answer
 _FORMS = 'a text, a list of texts, or {"text": [...], "answer_start": [...]}'
 
 
@@ -144,10 +147,17 @@ class QuestionRows(TextRows):
         Raises:
             DataError: an answer is not in its context, or not where the row says; or no training row has an answer.
         """
-        contexts = self.table.columns[self.options["context"]]
+        columns, places = self.table.columns, self.table.places
+        given = list(columns[self.label])
+        if _NONE in columns:
+            has_none = [str(mark).lower() in ("true", "1", "1.0") for mark in columns[_NONE]]
+            if unused := sum(map(bool, compress(given, has_none))):
+                what = f"The answers of {counted(unused, 'question')} with '{_NONE}' true are not used"
+                self._warnings.append(f"{what} ({FIELD}.ignore=[{_NONE}] uses them).")
+            given = [[] if is_none else answers for is_none, answers in zip(has_none, given, strict=True)]
         found = [
             [_placed(answer, context, place) for answer in answers]
-            for place, context, answers in zip(self.table.places, contexts, self.table.columns[self.label], strict=True)
+            for place, context, answers in zip(places, columns[self.options["context"]], given, strict=True)
         ]
         if not any(found[row] for row in self.splits["train"].tolist()):
             what = "No training row has an answer, so there is nothing to learn."
@@ -159,6 +169,8 @@ def _read_answers(value: Any, where: str) -> list[Answer]:
     """The answers of a row. Raises DataError for a value of another form, and for an empty answer."""
     if value is None or value == "":
         return []
+    cell = parse_literal(value) if isinstance(value, str) else None
+    value = cell if isinstance(cell, dict) and "text" in cell else value  # an answer may be a list of a program
     if isinstance(value, Mapping):
         texts, starts = _listed(value.get("text")), _listed(value.get("answer_start"))
         if "text" not in value or (starts and len(starts) != len(texts)):

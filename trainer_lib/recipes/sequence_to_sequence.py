@@ -86,18 +86,21 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     train = table.splits["train"].tolist()
     learned = (text for row in train for text in (chosen["prefix"] + texts[row], targets[row]))
     tokenizer = find_tokenizer(chosen, learned, out, of_bytes=True)
-    lengths = [len(tokens) for tokens in _tokens_of(targets, tokenizer, longest=None)]
     out.info.update(
         {name: chosen[name] for name in ("text", "prefix", "max_length", "target_length")},
         label=table.label,
         lead_words=int(np.median([len(targets[row].split()) for row in train])),
-        cut_targets=sum(length > chosen["target_length"] for length in lengths),
         pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         **note_form({chosen["text"]: "text"}, chosen),
     )
     read = [chosen["prefix"] + text for text in texts]
-    count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], what="texts to read")
+    count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], more=" to read")
+
+    def with_ends(some: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": _tokens_of(some, tokenizer, longest=None)}
+
+    count_cut_texts(out, with_ends, targets, longest=chosen["target_length"], kind="targets", more=" to write")
     return table.rows(targets, {chosen["text"]: texts})
 
 

@@ -190,6 +190,9 @@ class TaggedRows(TextRows):
             remedy = "Give whole words and a tag for every word."
             raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy=remedy)
         self._warn_of_cases(self.label, known)
+        if all(map(str.isdecimal, known)):
+            what = f"The tags of '{self.label}' are numbers, and entities are known by names such as B-PER"
+            self._warnings.append(f"{what}: entities are not measured.")
         odd = _without_entity(known)
         if odd and len(odd) + (_OUTSIDE in known) < len(known):
             what = f"The tag '{odd[0]}' is none of an entity (B-NAME, I-NAME, O), as others of '{self.label}' are"

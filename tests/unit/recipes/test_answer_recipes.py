@@ -16,6 +16,8 @@ from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, 
 from trainer_lib import Trainer
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.protocol.recipe_names import recipe_file
+from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.question_answering import (
     find_nearest_sentence,
     measure_answers,
@@ -23,8 +25,10 @@ from trainer_lib.recipes.question_answering import (
 )
 from trainer_lib.recipes.sequence_to_sequence import score_text
 from trainer_lib.recipes.shared.held_out_metrics import find_usual
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
+from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
@@ -72,6 +76,23 @@ def test_texts_are_generated_in_evaluation_and_for_new_rows(names: Prepared, tmp
     scores = [score_text(text, row["labels"])[1] for text, row in zip(texts, splits["test"], strict=True)]
     assert measured["eval_rouge_l"] == pytest.approx(np.mean(scores))
     assert any(texts)
+
+
+def test_parts_of_objects_are_read_and_targets_that_are_cut_are_said(tmp_path: Path) -> None:
+    rows = [{"translation": {"en": f"text {n}", "de": "wort " * n}} for n in range(1, 21)]
+    path = tmp_path / "a.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = PrepareOutput(Store.open(tmp_path / "out"), [str(path)])
+    options = {"text": "translation.en", "target": "translation.de", "vocabulary": 300, "target_length": 9}
+    splits = load(recipe_file(SEQUENCES.name), tmp_path).prepare(options, out)
+    found = {row["row_id"]: (row["translation.en"], row["labels"]) for each in splits.values() for row in each}
+    assert found == {n: (f"text {n + 1}", ("wort " * (n + 1)).strip()) for n in range(20)}
+    [warning] = out.warnings
+    assert warning.startswith(f"{out.info['cut_targets']} of 20 texts to write (") and "target_length" in warning
+    form = TableForm.of(out.info)
+    assert form is not None and not form.drops("translation")
+    for row in ({"translation": {"en": "x"}}, {"translation.en": "x", "id": 1}):
+        assert form.read(row, "row 0") == {"translation.en": "x"}
 
 
 def test_a_batch_ends_its_targets_and_keeps_their_texts(names: Prepared) -> None:
@@ -160,8 +181,28 @@ def test_answers_of_every_form_are_the_same_rows(tmp_path: Path) -> None:
     assert {tuple(row["answer_span"]) for row in made} == {(start, start + 2), (-1, -1), (year, year + 3)}
     assert all(row["context"] == context for row in made), "the spaces before it count"
     table = f'question,context,answers\n"Who?","{CONTEXT}",Ada\n' + f'"When?","{CONTEXT}",1843\n' * 9
-    _, splits, _ = replace(QUESTIONS, file="questions.csv").prepare(tmp_path, table)
-    assert {tuple(row["labels"]) for each in splits.values() for row in each} == {("Ada",), ("1843",)}
+    for cell in ("Ada", "{'text': ['Ada'], 'answer_start': [2]}", '{""text"": [""Ada""]}'):
+        written = table.replace(",Ada\n", f',"{cell}"\n')
+        _, splits, _ = replace(QUESTIONS, file="questions.csv").prepare(tmp_path, written)
+        assert {tuple(row["labels"]) for each in splits.values() for row in each} == {("Ada",), ("1843",)}
+
+
+@pytest.mark.parametrize("indent", [None, 1])
+def test_questions_of_squad_are_read_as_its_files_nest_them_and_impossible_ones_have_no_answer(
+    tmp_path: Path, indent: int | None
+) -> None:
+    asked = [
+        {"id": f"q{n}", "question": f"{n}?", "is_impossible": n % 3 == 0, "plausible_answers": [],
+         "answers": [{"text": "Ada", "answer_start": 2}]} for n in range(20)
+    ]  # fmt: skip
+    squad = {"version": "v2.0", "data": [{"title": "Ada", "paragraphs": [{"context": CONTEXT, "qas": asked}]}]}
+    content, case = json.dumps(squad, indent=indent), replace(QUESTIONS, file="train-v2.0.json")
+    for ignore, answers in (([], {0: "", 1: "Ada"}), (["is_impossible"], {0: "Ada", 1: "Ada"})):
+        _, splits, _ = case.prepare(tmp_path, content, id="id", ignore=ignore)
+        found = {row["row_id"]: row["labels"] for each in splits.values() for row in each}
+        assert found == {f"q{n}": [answers[min(n % 3, 1)]] for n in range(20)}
+    refused = case.refused(tmp_path, '{"data": [{"paragraphs": [{"qas": 1}]}]}')
+    assert "train-v2.0.json: the file begins as one of SQuAD, which cannot be read" in refused.message
 
 
 def test_each_window_has_the_answer_as_a_whole_or_not_at_all(questions: Prepared) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,9 @@ LATE = counted(*(f"{step},{step},bea,1" for step in range(20, 30)))
 NAMES, PAIRS = "name,parts\n" + "a,b\n" * 9, "entity,character\n" + "".join(f"a{row},b{row}\n" for row in range(9))
 TEXTS = "text\n" + "a text\n" * 9
 SAME = " the same words again and again" * 50
+LISTS = jsonl(*({"line": f"l{row}", "module": [row % 2, 1, 0]} for row in range(9)))
+SEVERAL: dict[str, Any] = {"target": "several"}
+TYPED = "line,module,part\n" + "".join(f"l{row},{row % 2},train\n" for row in range(9)) + "l9,1.0,test\n"
 FOLDS = jsonl(
     {"words": ["a", "b"], "tags": ["X", "Y"], "fold": "train"},
     {"words": ["a"], "tags": ["Z"], "fold": "test"},
@@ -170,12 +174,30 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (MODULES, {"text": None}, "where the texts are"),
         (MODULES, {"max_lenght": 3}, 'Did you mean "max_length"?'),
         (MODULES, {"pretrained": "a", "folder": "b"}, "A model has a name or a folder, and not both."),
+        (MODULES, {"text": "module"}, "options.text … A text cannot be what is predicted from it."),
+        (MODULES, {"text": ["line"]}, "takes the name of one column"),
+        (MODULES, {"label": ["module"]}, "Classes of several columns are a list in one (target: several)"),
+        (MODULES + "a,null\n", {}, "column 'module': there is no value … Read as no value: 'null' (1)."),
+        ('line,module\na,"[1, 1]"', SEVERAL, "column 'module': [1, 1] marks classes by 0 and 1 … zip(NAMES, MARKS)"),
+        ("line,module\na,[1 0]", SEVERAL, "a text is not a list, such as '[1 0]' … Write lists in JSON"),
+        (TYPED, {"split": {"by": "column", "column": "part"}}, "the label '1.0' … Write it as '1', as train does."),
+        (LISTS, {}, "data.jsonl, row 0 … a list is neither a number nor a text … need target: several"),
+        (LISTS, SEVERAL, "row 0 (line 1), column 'module': [0, 1, 0] marks classes by 0 and 1"),
+        (
+            jsonl({"line": {"0": "a"}, "module": {"0": "b"}}),
+            {},
+            "'module': a dict is neither … to_json(orient='records', lines",
+        ),
     ],
     "token-classification": [
         (tagged((["a", "b"], ["X"])), {}, "data.jsonl, row 9 (line 10): there are 2 words and 1 tags."),
         (tagged(([], [])), {}, "column 'words': the list of words is empty."),
         (tagged((None, ["X"])), {}, "there is no value"),
-        (tagged(("a b", ["X"])), {}, "column 'words': a text is not a list"),
+        (
+            tagged(("a b", ["X"])),
+            {},
+            "'words': a text is not a list, such as 'a b' … of a text with spans of characters",
+        ),
         (tagged((["a", ""], ["X", "Y"])), {}, "row 9 (line 10), column 'words': number 1 of the list is empty"),
         (FOLDS, BY_COLUMN, "row 1 (line 2): the tag 'Z' of word 0 ('a') in the split 'test' is in no row of train"),
         (jsonl(*[{"words": ["a"], "tags": ["X"]}] * 9), {}, "there is nothing to learn"),
@@ -195,6 +217,9 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (NAMES, {"text": "nam"}, 'Did you mean "name"?'),
         (NAMES, {"text": None}, "where the texts are"),
         (NAMES, {"target": None}, "prepare.options.target"),
+        (NAMES, {"target": "name"}, "options.text … A text cannot be what is predicted from it."),
+        (jsonl({"name": "a", "parts": {"en": "b"}}) * 9, {}, "a dict is neither … a part of its objects (parts.KEY)"),
+        (jsonl({"name": "a", "parts": {"en": "b"}}) * 9, {"target": "parts.de"}, 'Did you mean "parts"?'),
         (NAMES, STRATIFIED, "no class to cut by"),
         (NAMES, {"max_lenght": 3}, 'Did you mean "max_length"?'),
         (NAMES, {"folder": "/nowhere/model"}, "cannot load this model"),
@@ -277,7 +302,9 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
 def test_a_recipe_refuses_what_would_spoil_the_training(
     recipe: str, content: str, options: dict[str, Any], said: str, tmp_path: Path
 ) -> None:
-    text = str(CASES[recipe].refused(tmp_path, content, **options))
+    case = CASES[recipe]
+    case = replace(case, file="data.jsonl") if content.startswith("{") else case
+    text = str(case.refused(tmp_path, content, **options))
     assert [part for part in said.split(" … ") if part not in text] == [], text
 
 

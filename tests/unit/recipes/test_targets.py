@@ -193,7 +193,7 @@ def test_outcomes_of_rows_of_several_classes_are_lists_of_these() -> None:
         ("several", {"split": {"by": "stratified"}}, "no class to cut by"),
         ("order", {"order": [1, 2, 3, 4]}, "The class '5' has no place"),
         ("order", {"order": [1, 1, 2, 3, 4, 5]}, "is there twice"),
-        ("number", {"label": "words"}, "holds texts"),
+        ("number", {"label": "words", "text": "size"}, "holds texts"),
     ],
 )
 def test_labels_that_are_not_of_the_kind_are_refused(

@@ -272,8 +272,14 @@ def test_sentences_in_columns_and_lists_in_parquet_are_the_same_rows(tmp_path: P
     options: dict[str, Any] = {"split": {"test": 0.3, "validation": 0, "seed": 1}}
     _, first, data = replace(TOKEN, file="a.conll").prepare(tmp_path, text, **options)
     assert data.info["classes"] == ["B-ORG", "B-PER", "I-PER", "O"]
+    assert (
+        replace(TOKEN, file="a.conll").prepare(tmp_path, "Word POS Tag\n" + text.partition("id = 1\n")[2], **options)[1]
+        == first
+    )
     lines = "".join(json.dumps({"words": words, "tags": tags}) + "\n" for words, tags in rows)
     assert TOKEN.prepare(tmp_path, lines, **options)[1] == first
+    cells = "words,tags\n" + "".join(f'"{words}","{tags}"\n' for words, tags in rows)  # as pandas writes lists
+    assert replace(TOKEN, file="a.csv").prepare(tmp_path, cells, **options)[1] == first
     pq.write_table(pa.table({"words": [row[0] for row in rows], "tags": [row[1] for row in rows]}), tmp_path / "a.pq")
     assert prepare_sources(TOKEN.name, [str(tmp_path / "a.pq")], options, tmp_path)[1] == first
 

@@ -186,6 +186,13 @@ COLUMNS: dict[str, Ugly] = {
         "{n},{l},1\n{n},{l},0\n{n},{l},1.0", head="x,c,label", first={"c": "a"},
         words=("'1' and '1.0', which are one number and count as two texts.",),
     ),
+    "a class of rows without a label": Ugly(
+        "{n},{l},0\n{n},{l},1\n{n},{l},2\n{n},{l},-1", head="x,c,label", first={"x": 10.0},
+        words=("'-1', with which many data sets mark",), options={"split": {"validation": 0}},
+    ),
+    "capitals that are no money": Ugly(
+        "{n},XYZ 1.200,{l}", head="n,x,label", options={"read": {"decimal": ","}}, first={"x": "XYZ 1.200"},
+    ),
     "two groups in two spellings": Ugly(
         "{n},{n},{l}\n{n},k{n},{l}\n{n},K{n},{l}", head="x,g,label", first={"x": 10.0},
         options={"split": {"by": "group", "column": "g"}, "features": ["x"], "absent_classes": True},

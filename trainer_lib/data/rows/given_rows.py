@@ -100,7 +100,7 @@ class GivenRows(Sequence[dict[str, Any]]):
         for number, row in enumerate(given) if names is not None and not are_alike else ():
             for name in row:
                 if name not in self.column_names:
-                    raise refuse_row(place(number), name, "the rows before this one do not have the column")
+                    raise _refuse_uneven(place(number), name, "the rows before this one do not have the column")
         self._length = len(given)
         self._columns: dict[str, Sequence[Any] | np.ndarray] = {}
         # All at once: arrays for the values cost more than reading it from its file.
@@ -164,7 +164,7 @@ def _find_columns(rows: Sequence[Any], known: Mapping[str, Column], place: Calla
 
 def _convert(row: Mapping[str, Any], name: str, column: Column, place: str) -> Any:
     if name not in row:
-        raise refuse_row(place, name, "the column is missing, and other rows have it")
+        raise _refuse_uneven(place, name, "the column is missing, and other rows have it")
     value = row[name]
     if column.kind in ("string", "bytes"):
         expected = str if column.kind == "string" else bytes
@@ -208,6 +208,12 @@ def refuse_row(place: str, column: str | None, what: str) -> DataError:
     """The error about one row, or one value of it; `place` says which row."""
     where = place if column is None else f"{place}, column '{column}'"
     return DataError(f"{where}: {what}.", field="rows", value=column, remedy=OF_NEW_ROWS)
+
+
+def _refuse_uneven(place: str, column: str, what: str) -> DataError:
+    error = refuse_row(place, column, what)
+    error.remedy = f"Give '{column}' to all rows, or to none."
+    return error
 
 
 def parse_text(place: str, name: str, text: str, column: Column) -> Any:

@@ -28,6 +28,8 @@ from trainer_lib.errors import ConfigError, MissingExtraError
 
 FIELD = "prepare.options.read"
 MAX_LINE_BYTES = 256 << 20  # of a text, characters
+MONEY = "[$€£¥]|EUR|USD|GBP|CHF|JPY|CNY|INR|CAD|AUD|SEK|NOK|DKK|PLN|CZK|HUF|BRL|MXN|ZAR|TRY|KRW"
+"""Pattern of a unit of money."""
 _SEPARATORS = (";", "\t", "|")
 _ENCODINGS = [f"cp{number}" for number in (1252, 1250, 1251, 1253, 1254, 1255, 1256, 932, 949)] + ["gb18030", "big5"]
 _HINT = re.compile(r"sep=(.)\r?\n")  # Excel's first line
@@ -96,8 +98,8 @@ class Reading:
         point = self.decimal or ("," if self.thousands == "." else ".")
         between = self.thousands or ("." if point == "," else ",")
         mark = r"\s" if between.isspace() else re.escape(between)
-        whole, unit = rf"\d{{1,3}}(?:{mark}\d{{3}})+|\d+", "[$€£¥]|[A-Z]{3}"
-        return re.compile(rf"([-+−]?\s*(?:{unit})?\s*)({whole})(?:{re.escape(point)}(\d+))?(\D?\D?|\s?[A-Z]{{3}})")
+        whole = rf"\d{{1,3}}(?:{mark}\d{{3}})+|\d+"
+        return re.compile(rf"([-+−]?\s*(?:{MONEY})?\s*)({whole})(?:{re.escape(point)}(\d+))?(\D?\D?|\s?(?:{MONEY}))")
 
     def with_point(self, text: str) -> str:
         """A number as this table writes it, with a point before its fraction; any other text as it is."""

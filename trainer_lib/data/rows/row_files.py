@@ -63,6 +63,7 @@ _CONTENTS = {
 """First bytes of a file that is not a text -> what it is."""
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
+_SQUAD = ("data", "paragraphs", "qas")
 _PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 _UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, *_PACKING, OSError)
 
@@ -223,9 +224,10 @@ def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -
     if encoding != "utf-8-sig":
         notes.append(f"{file.address} is read with the encoding {encoding}.")
         lines = map(str.encode, read_lines(io.TextIOWrapper(buffered, encoding, newline="\n")))
-    is_array = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
-    if is_array and head.decode(encoding, "replace").lstrip("\ufeff \t\r\n").startswith("["):
-        rows = _parse_array(lines, file)
+    may_be_whole = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
+    start = head.decode(encoding, "replace").lstrip("\ufeff \t\r\n") if may_be_whole else ""
+    if start.startswith("[") or (start.startswith("{") and all(f'"{name}"' in start for name in _SQUAD)):
+        rows = _parse_whole(lines, file)
         yield from ((None, partial(rows.__getitem__, number)) for number in range(len(rows)))
     for number, text in enumerate(lines, start=1):
         line = text.removeprefix(_BOM) if number == 1 else text
@@ -233,17 +235,27 @@ def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -
             yield number, partial(_parse_json, line)
 
 
-def _parse_array(lines: Iterator[bytes], file: RowFile) -> list[Any]:
+def _parse_whole(lines: Iterator[bytes], file: RowFile) -> list[Any]:
+    """The rows of an array, or the questions of articles as SQuAD's files nest them."""
     content = bytearray()
     try:
         for line in lines:
             content += line
             if len(content) >= MAX_LINE_BYTES:
                 raise ValueError(f"it has more than {MAX_LINE_BYTES >> 20} MiB")
-        rows: list[Any] = _parse_json(bytes(content.removeprefix(_BOM)))
-        return rows
-    except ValueError as error:
-        what = f"the file begins as a JSON array, which cannot be read ({error}); give one object a line"
+        whole = _parse_json(bytes(content.removeprefix(_BOM)))
+        if isinstance(whole, list):
+            return whole
+        names = ("id", "question", "answers", "is_impossible")
+        return [
+            {"title": article.get("title"), "context": part["context"], **{name: asked.get(name) for name in names}}
+            for article in whole["data"]
+            for part in article["paragraphs"]
+            for asked in part["qas"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        kind = "a JSON array" if content.lstrip()[:1] == b"[" else "one of SQuAD"
+        what = f"the file begins as {kind}, which cannot be read ({error}); give one object a line"
         raise refuse_row(file.address, None, what) from error
 
 
@@ -557,7 +569,7 @@ def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, d
     tags: list[str] = []
     number, are_numbered = 0, width > 2
     for line, parts in enumerate(lines, 1):
-        if not words and _is_comment(parts, width):
+        if not words and (_is_comment(parts, width) or (not number and _is_header(parts))):
             continue
         if not parts or parts[0] == "-DOCSTART-":
             if words:
@@ -586,3 +598,9 @@ def _is_comment(parts: Sequence[str], width: int) -> bool:
     """Return whether a line before a sentence is a comment; # may also be a word."""
     first = parts[0] if parts else ""
     return first.startswith("# ") or (first == "#" and (len(parts) != width or "=" in parts[1:-1]))
+
+
+def _is_header(parts: Sequence[str]) -> bool:
+    """Return whether a first line has the names of the columns."""
+    first, last = (parts[0].lower(), parts[-1].strip().lower()) if parts else ("", "")
+    return first.rstrip("s") in ("word", "token") and last.rstrip("s") in ("tag", "label", "ner_tag", "ner", "pos")

@@ -6,6 +6,7 @@ Dates, and texts whose words are hashed, become several numbers for a network. P
 
 from __future__ import annotations
 
+import ast
 import functools
 import hashlib
 import math
@@ -19,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from trainer_lib.data.rows.column import Column
-from trainer_lib.data.rows.given_rows import parse_text, refuse_row
-from trainer_lib.data.rows.reading import FIELD, Reading
+from trainer_lib.base.json_text import parse_json
+from trainer_lib.data.rows.given_rows import refuse_row
+from trainer_lib.data.rows.reading import FIELD, MONEY, Reading
 from trainer_lib.data.rows.row_files import read_id
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import choose
@@ -31,7 +32,7 @@ NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
 """Texts that stand for no value."""
 USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
 """Texts that pandas reads as no value as well; here only among numbers, because NA may be Namibia."""
-_UNIT = "([$€£¥%]|EUR|USD|GBP|CHF|JPY|CNY|INR|CAD|AUD|SEK|NOK|DKK|PLN|CZK|HUF|BRL|MXN|ZAR|TRY|KRW)?"
+_UNIT = f"({MONEY}|%)?"
 _AMOUNT = re.compile(rf"([-+−]?)\s*{_UNIT}\s*([\d.,'’\s]*\d[.,]?)\s*{_UNIT}")
 _SPACED = re.compile(r"[1-9]\d{0,2}([\s'’]\d{3})+([.,]\d+)?")
 _POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
@@ -173,12 +174,13 @@ def read_exact_text(value: Any, where: str) -> str | None:
 
 
 def read_texts(value: Any, where: str) -> list[str] | None:
-    """A list of texts; numbers in it are names."""
+    """A list of texts, which a cell has in JSON or as Python writes it; numbers in it are names."""
+    if isinstance(value, str):
+        value = _read_list(value.strip(), where)
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        what = "a text is not a list" if isinstance(value, str) else f"a {type(value).__name__} is not a list"
-        raise DataError(f"{where}: {what}. A CSV file has no lists; JSON lines have.", field="rows")
+        raise DataError(f"{where}: a {type(value).__name__} is not a list.", field="rows")
     for number, name in enumerate(value):
         if isinstance(name, bool) or not isinstance(name, str | int) or not str(name).strip():
             what = "is empty" if name is None or isinstance(name, str) else f"is a {type(name).__name__}, not a text"
@@ -186,21 +188,38 @@ def read_texts(value: Any, where: str) -> list[str] | None:
     return [str(name) for name in value]
 
 
+def _read_list(text: str, where: str) -> list[Any] | None:
+    if isinstance(found := parse_literal(text), list):
+        return found
+    if text in NOTHING:
+        return None
+    remedy = 'Write lists in JSON, such as ["a", "b"]; of a text with spans of characters, its words and their tags.'
+    raise DataError(f"{where}: a text is not a list, such as '{text[:40]}'.", field="rows", remedy=remedy)
+
+
+def parse_literal(text: str) -> Any:
+    """The list or mapping that a cell has in JSON, or as Python writes it and pandas does; None for another text."""
+    for parse in (parse_json, ast.literal_eval) if text.lstrip()[:1] in ("[", "{") else ():
+        with suppress(ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            return parse(text)
+    return None
+
+
 def read_names(value: Any, where: str, *, separator: str | None, folds: bool) -> list[str]:
     """The different classes in a cell: a list, or texts between separators; empty where there is none."""
-    if isinstance(value, str):
-        text = value.strip()
-        if text in NOTHING:
-            value = None
-        elif separator is not None:
-            value = [part.strip() for part in text.split(separator) if part.strip()]
-        elif text.startswith("["):
-            value = parse_text(where, "", text, Column("list", "string"))
-        else:
+    if isinstance(value, str) and (text := value.strip()) not in NOTHING:
+        if separator is None and not text.startswith("["):
             what = f"{where}: '{text[:40]}' is not a list"
             raise DataError(f"{what} (prepare.options.label_separator splits a text).", field="rows")
-    names = map(str.strip, read_texts(value, where) or ())
-    return list(dict.fromkeys(fold(name) if folds else name for name in names))
+        split = None if separator is None else [part.strip() for part in text.split(separator) if part.strip()]
+        value = _read_list(text, where) if split is None else split
+    marks = list(value) if isinstance(value, list | tuple) else []
+    is_marked = bool(marks) and all(mark in (0, 1) for mark in marks)
+    if is_marked and (len(set(marks)) < len(marks) or type(marks[0]) is not int):  # the places are classes
+        remedy = "Give the names of the classes that a row has: [name for name, mark in zip(NAMES, MARKS) if mark]."
+        raise DataError(f"{where}: {marks[:8]} marks classes by 0 and 1.", field="rows", remedy=remedy)
+    names = read_texts(value, where) or ()
+    return list(dict.fromkeys(fold(name) if folds else name.strip() for name in names))
 
 
 # -- numbers that a network gets of texts ------------------------------------------------------------------------------

@@ -100,9 +100,10 @@ class TabularRows:
             require_choice(self.target, TARGETS, field=f"{FIELD}.target")
         require_choice(self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing")
         label = f"{FIELD}.{self.label_option}"
-        if self.options[self.label_option] is None:
+        if (named := self.options[self.label_option]) is None or isinstance(named, list):
             remedy = f"Name the column to predict: {label}=NAME."
-            raise ConfigError("The recipe needs to know what to predict.", field=label, remedy=remedy)
+            remedy += " Classes of several columns are a list in one (target: several)." if named else ""
+            raise ConfigError("The recipe needs to know what to predict.", field=label, value=named, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
         self._way = way["by"]
         self.table, self._problems = Table([], {}), list[DataError]()
@@ -204,6 +205,7 @@ class TabularRows:
             readers=readers,
             read=chosen["read"],
             ignore=ignore,
+            nested=[name for name in chosen.values() if isinstance(name, str) and "." in name],
             bad=self._problems,
         )
 
@@ -373,11 +375,11 @@ class TabularRows:
     def _warn_of_cases(self, name: str, texts: Iterable[str]) -> None:
         alike: dict[str | float, str] = {}
         for text in texts:
-            number = number_of(text)
-            if (other := alike.setdefault(fold(text) if number is None else number, text)) != text:
-                why = "differ in case or blanks only" if number is None else "are one number"
+            if (other := alike.setdefault(meaning := _meaning(text), text)) != text:
+                is_text = isinstance(meaning, str)
+                why = "differ in case or blanks only" if is_text else "are one number"
                 what = f"The column '{name}' has '{other}' and '{text}', which {why}"
-                merges = number is None and "merge" in self.options
+                merges = is_text and "merge" in self.options
                 hint = f" (prepare.options.merge=[{name}] makes them one)" if merges else ""
                 self._warnings.append(f"{what} and count as two texts{hint}.")
                 return
@@ -442,8 +444,11 @@ class TabularRows:
         for split, (rows, codes) in labels.items():
             if len(new := np.flatnonzero((counts[split] > 0) & (counts["train"] == 0))):
                 first = np.flatnonzero(np.isin(codes, new))[0]
-                what = f"{self.table.places[rows[first]]}: the label '{names[codes[first]]}' in the split '{split}'"
-                remedy = "Give more rows of it, or remove the row."
+                label = names[codes[first]]
+                remedy = "Give train rows of it, or remove the row: `predict` takes rows without a label."
+                if alike := [name for name in known if _meaning(name) == _meaning(label)]:
+                    remedy = f"Write it as '{alike[0]}', as train does."
+                what = f"{self.table.places[rows[first]]}: the label '{label}' in the split '{split}'"
                 raise DataError(f"{what} is in no row of train.", field=f"{FIELD}.split", remedy=remedy)
             absent = sorted(set(known) - {names[code] for code in np.flatnonzero(counts[split])}, key=_in_order)
             if absent and self.target == SEVERAL:
@@ -455,6 +460,9 @@ class TabularRows:
                 way = "Split by stratified without files, give" if other else "Give"
                 remedy = f"{way} more rows of it, or set {FIELD}.absent_classes=true."
                 raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
+        if known[0] == "-1" and (number_of(known[-1]) or 0) > 1:
+            what = f"The label '{self.label}' has the class '-1', with which many data sets mark rows without a label"
+            self._warnings.append(f"{what}: leave such rows out.")
         return self._ordered(known) if self.target == ORDER else known
 
     def _ordered(self, known: Sequence[str]) -> list[str]:
@@ -527,6 +535,9 @@ class TextRows(TabularRows):
                 what, remedy = "The recipe needs to know where the texts are.", f"Name the column: {field}=NAME."
                 raise ConfigError(what, field=field, remedy=remedy)
             self.table.require(name, field=field)
+            if name == self.label and option not in (self.label_option, "query"):  # a query may be its own answer
+                remedy = f"Name another column: {field}=NAME."
+                raise ConfigError("A text cannot be what is predicted from it.", field=field, value=name, remedy=remedy)
             if name in self.reserved:
                 remedy = f"Give it another name: prepare.options.rename.{name}=NAME."
                 raise DataError(f"The recipe uses the name '{name}' itself.", field=field, remedy=remedy)
@@ -559,6 +570,11 @@ def _folded(value: Any, place: str, *, reading: Reading) -> Any:
 def _named(value: Any, place: str, *, reading: Reading) -> Any:
     plain = plain_value(value, "", place, reading)
     return None if plain is None else name_of(plain)
+
+
+def _meaning(text: str) -> str | float:
+    """The number that a text is, or else the text without what case and blanks say."""
+    return fold(text) if (number := number_of(text)) is None else number
 
 
 def _in_order(name: str) -> tuple[float, str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cached_property
@@ -20,13 +20,12 @@ from typing import Any, Self
 import numpy as np
 
 from trainer_lib.base.suggestions import counted, nearest, suggestion
-from trainer_lib.data.rows.column import Column
-from trainer_lib.data.rows.given_rows import OF_NEW_ROWS, parse_text, refuse_row
+from trainer_lib.data.rows.given_rows import OF_NEW_ROWS, refuse_row
 from trainer_lib.data.rows.reading import FIELD as READ
 from trainer_lib.data.rows.reading import Reading
 from trainer_lib.data.rows.row_files import read_rows, read_sentences
 from trainer_lib.data.rows.row_sources import TABLES, find_row_files, format_of
-from trainer_lib.errors import DataError, TrainflowError
+from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.recipes.tables.cells import (
     USUAL,
     as_float,
@@ -82,6 +81,15 @@ def renamed_row(values: Any, rename: Mapping[str, str], place: str) -> dict[str,
     return {rename.get(name, name): value for name, value in values.items()}
 
 
+def unnest(row: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
+    """A row with parts of its objects as columns: `translation.en` of ``{"translation": {"en": …}}``."""
+    ends = {name: name.partition(".")[::2] for name in names if "." in name and name not in row}
+    objects = {name: row[outer] for name, (outer, _) in ends.items() if isinstance(row.get(outer), Mapping)}
+    found = {name: parts[ends[name][1]] for name, parts in objects.items() if ends[name][1] in parts}
+    taken = {ends[name][0] for name in found}
+    return {**{name: value for name, value in row.items() if name not in taken}, **found} if found else row
+
+
 # -- tables -----------------------------------------------------------------------------------------------------------
 Values = list[Any] | SpooledValues
 Reader = Callable[[Any, str], Any]
@@ -114,8 +122,11 @@ class Table:
 
     def all_notes(self) -> list[str]:
         """The sentences about the files, and one about the texts that were read as no value."""
+        return [*self.notes, *self._gap_notes()]
+
+    def _gap_notes(self) -> list[str]:
         told = ", ".join(f"'{text}' ({count:,})" for text, count in self.gaps.most_common(5) if count)
-        return [*self.notes, *([f"Read as no value: {told}."] if told else [])]
+        return [f"Read as no value: {told}."] if told else []
 
     def append(self, other: Self, *, field: str) -> None:
         """Put the rows of another table behind these; `field` names its files. Raises DataError for other columns."""
@@ -138,13 +149,19 @@ class Table:
 
     def require(self, name: Any, *, field: str) -> str:
         """The name of a column. Raises DataError where there is none; the remedy names the nearest."""
+        if isinstance(name, list | dict):
+            what = "This option takes the name of one column."
+            raise ConfigError(what, field=field, value=name, remedy="Join the columns in the file.")
         if name in self.columns:
             return str(name)
-        if name in self.unread:
-            remedy = "Name another column, or write its values as numbers or texts."
-            raise DataError(self.unread[name], field=field, value=name, remedy=remedy)
         remedy = suggestion(str(name), [*self.columns, *self.unread])
-        raise DataError("The data has no such column.", field=field, value=name, remedy=remedy)
+        if name in self.unread:
+            several = " Lists of classes need target: several." if field.endswith(".label") else ""
+            remedy = f"Name another column or a part of its objects ({name}.KEY), or write numbers or texts.{several}"
+        if self.unread and len(self) == 1:
+            remedy = "Give one object a line (pandas: to_json(orient='records', lines=True)): the file has only one."
+        what = self.unread.get(name, "The data has no such column.")
+        raise DataError(what, field=field, value=name, remedy=remedy)
 
     def find_numbers(self, name: str) -> np.ndarray | None:
         """Return the `numbers` of a column that holds numbers; None for another.
@@ -254,7 +271,7 @@ class Table:
         if (first := next(gaps, None)) is not None:
             lacking = f"{1 + sum(1 for _ in gaps):,} of {counted(len(self), 'row')}"
             what = f"{self.places[first]}, column '{name}': there is no value, as in {lacking}."
-            raise DataError(what, field=SOURCES, remedy=remedy)
+            raise DataError(" ".join([what, *self._gap_notes()]), field=SOURCES, remedy=remedy)
 
     def refuse_free_text(self, name: str) -> None:
         """Raise DataError for a column of texts that are nearly all different."""
@@ -287,6 +304,7 @@ def read_table(
     readers: Mapping[str, Reader] | None = None,
     read: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
+    nested: Sequence[str] = (),
     bad: list[DataError] | None = None,
 ) -> Table:
     """The rows of all files that the sources stand for, in their order.
@@ -299,6 +317,7 @@ def read_table(
         readers: column -> its reader. Other columns with lists, objects or bytes are left out.
         read: how the files are written (`data.rows.reading.Reading`).
         ignore: columns that are left out.
+        nested: columns that may be parts of objects (`unnest`).
         bad: gets the errors of rows that cannot be read, which are not in the table; None: the first one is raised.
 
     Raises:
@@ -311,7 +330,7 @@ def read_table(
     with naming_sources(field):
         for place, values in _read_files(addresses, lists, table.notes, reading, bad):
             try:
-                row = renamed_row(values, rename, place)
+                row = unnest(renamed_row(values, rename, place), nested)
                 row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
                 _require_same_columns(table.columns or row, row, place)
             except DataError as error:
@@ -463,7 +482,7 @@ class TableForm:
     def drops(self, name: str) -> bool:
         """Whether training left a column out."""
         name = self._rename.get(name, name)
-        if name in self.columns or name in self._optional:
+        if name in self.columns or name in self._optional or any(part.startswith(f"{name}.") for part in self.columns):
             return False
         return self._dropped is None or name in self._dropped or is_index(name)
 
@@ -473,6 +492,7 @@ class TableForm:
         Raises:
             DataError: a column or a value is missing, or a value has another type.
         """
+        values = unnest(values, self.columns)
         row = {self._rename.get(name, name): value for name, value in values.items() if not self.drops(name)}
         if self._has_turns:  # a list of them is read as JSON
             row |= {name: json.dumps(value) for name, value in row.items() if isinstance(value, list)}
@@ -502,7 +522,7 @@ class TableForm:
         Raises:
             DataError: the row has none.
         """
-        renamed = {self._rename.get(column, column): value for column, value in values.items()}
+        renamed = unnest({self._rename.get(column, column): value for column, value in values.items()}, [name])
         if name not in renamed:
             what = "there is no such column, and it has the labels"
             raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")
@@ -522,10 +542,8 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
     kind, may_lack = kind.removesuffix("?"), kind.endswith("?")
     is_number = kind.startswith("number")
     if kind == "words":
-        # A CSV has lists as JSON.
-        listed = parse_text(place, name, value, Column("list", "string")) if isinstance(value, str) else value
-        words, where = listed.tolist() if isinstance(listed, np.ndarray) else listed, f"{place}, column '{name}'"
-        found: Any = read_texts(words, where) or None
+        words = value.tolist() if isinstance(value, np.ndarray) else value
+        found: Any = read_texts(words, f"{place}, column '{name}'") or None
     elif kind == "exact":
         if not isinstance(value, str | None):
             raise refuse_row(place, name, f"a {type(value).__name__} is not a text")

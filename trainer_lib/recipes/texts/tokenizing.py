@@ -89,25 +89,25 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings:
 
 
 def count_cut_texts(
-    out: PrepareOutput, tokenizer: Any, *columns: Sequence[str], longest: int, what: str = "texts"
+    out: PrepareOutput, tokenizer: Any, *columns: Sequence[str], longest: int, kind: str = "texts", more: str = ""
 ) -> None:
-    """Note as `cut_texts` how many texts have more than `longest` tokens, and warn where these are over 1 %.
+    """Note as `cut_<kind>` how many texts have more than `longest` tokens, and warn where these are over 1 %.
 
     Args:
         columns: the texts; of several columns those of a row are read together.
-        what: what the texts are, for the warning.
+        kind: "texts", or "targets" with a length of their own.
+        more: what the texts are for, for the warning.
     """
     rows, cut = len(columns[0]), 0
     for start in range(0, rows, _COUNTED):
         together = [list(column[start : start + _COUNTED]) for column in columns]
         made = tokenizer(*together, return_attention_mask=False, verbose=False)["input_ids"]
         cut += sum(len(tokens) > longest for tokens in made)
-    out.info["cut_texts"] = cut
+    out.info[f"cut_{kind}"] = cut
     if cut > _MUCH * rows:
-        out.warnings.append(
-            f"{cut:,} of {rows:,} {what} ({cut / rows:.0%}) have more than {longest} tokens, and are cut: "
-            "prepare.options.max_length is where, as far as the model reads."
-        )
+        option = "max_length is where, as far as the model reads" if kind == "texts" else "target_length is where"
+        what = f"{cut:,} of {rows:,} texts{more} ({cut / rows:.0%}) have more than {longest} tokens, and are cut"
+        out.warnings.append(f"{what}: prepare.options.{option}.")
 
 
 def load_word_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
