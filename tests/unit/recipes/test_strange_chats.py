@@ -219,6 +219,11 @@ def arguments_of(read: Any) -> Any:
         (calling(""), "user assistant tool assistant", lambda read: arguments_of(read) == {}),
         (calling('{"x": null}'), "user assistant tool assistant", lambda read: arguments_of(read) == {"x": None}),
         (
+            calling({"x": None, "y": None}, function={"name": "f", "parameters": {"required": ["x"]}}),
+            "user assistant tool assistant",
+            lambda read: arguments_of(read) == {"x": None},
+        ),
+        (
             calling({}, function={"name": "f", "key_of_another_row": None}),
             "user assistant tool assistant",
             lambda read: read.tools == [{"type": "function", "function": {"name": "f"}}],

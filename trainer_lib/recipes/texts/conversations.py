@@ -230,7 +230,7 @@ def read_conversation(
         if not isinstance(turn, Mapping):
             fault = fault or f"turn {number} is not a mapping of role and content"
             break
-        message, wrong = _read_turn(turn, str(shape))
+        message, wrong = _read_turn(turn, str(shape), _required_arguments(tools))
         fault = fault or (f"turn {number}: {wrong}" if wrong else "")
         messages.append(message)
     fault = fault or _find_fault(messages, asks=asks)
@@ -310,7 +310,14 @@ def _turns(row: Mapping[str, Any], shape: str) -> tuple[list[Any], str]:
     return turns, ""
 
 
-def _read_turn(turn: Mapping[str, Any], shape: str) -> tuple[dict[str, Any], str]:
+def _required_arguments(tools: Sequence[Any]) -> dict[Any, Any]:
+    """Tool -> the arguments that its schema requires: null is a value there, and no gap of a file of columns."""
+    functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+    schemas = {each.get("name"): each.get("parameters") for each in functions if isinstance(each, Mapping)}
+    return {name: schema.get("required") or () for name, schema in schemas.items() if isinstance(schema, Mapping)}
+
+
+def _read_turn(turn: Mapping[str, Any], shape: str, required: Mapping[Any, Any]) -> tuple[dict[str, Any], str]:
     """A turn as templates take it, and what is wrong with it."""
     has_role = turn.get("role") is not None
     name = turn["role"] if has_role else turn.get("from")
@@ -324,7 +331,7 @@ def _read_turn(turn: Mapping[str, Any], shape: str) -> tuple[dict[str, Any], str
     elif isinstance(others.get("tool_calls"), str):
         others["tool_calls"], wrong = _read_list(others["tool_calls"], "tool_calls")
     if others.get("tool_calls"):
-        others["tool_calls"], wrong = _read_calls(others["tool_calls"], wrong)
+        others["tool_calls"], wrong = _read_calls(others["tool_calls"], wrong, required)
     if isinstance(content, list | tuple):
         kinds = [part.get("type") for part in content if isinstance(part, Mapping) and part.get("type") != "text"]
         wrong = f"a part of kind '{kinds[0]}', and the model reads texts" if kinds else wrong
@@ -355,11 +362,16 @@ def _add_calls(turn: dict[str, Any], text: str) -> str:
     return "" if all(isinstance(call, Mapping) and "name" in call for call in calls) else "the call names no tool"
 
 
-def _read_calls(calls: Any, wrong: str) -> tuple[Any, str]:
+def _read_calls(given: Any, wrong: str, required: Mapping[Any, Any]) -> tuple[Any, str]:
     """Calls of tools whose arguments are mappings, as templates take them; OpenAI has texts of JSON."""
-    calls = _without_nulls(calls)
-    for call in calls if isinstance(calls, list) else []:
+    calls = _without_nulls(given)
+    for call, theirs in zip(calls, given, strict=True) if isinstance(calls, list) else []:
         function = call.get("function", call) if isinstance(call, dict) else None
+        if isinstance(function, dict) and isinstance(function.get("arguments"), dict):
+            whole, needed = theirs.get("function", theirs)["arguments"], required.get(function.get("name"), ())
+            function["arguments"] = {
+                key: _without_nulls(value) for key, value in whole.items() if value is not None or key in needed
+            }
         if isinstance(function, dict) and isinstance(function.get("arguments"), str):
             try:
                 function["arguments"] = parse_json(function["arguments"] or "{}")
