@@ -208,11 +208,9 @@ def _name_cells(header: list[str], values: list[Any], written: list[str]) -> dic
     if len(values) > len(header) and not any(values[len(header) :]):
         values = values[: len(header)]
     if len(values) != len(header):
-        names = "column" if len(written) == len(header) else "name"
-        hint = "" if names == "column" else f" (more names: {READ}.columns=[…], with {READ}.skip_lines=1)"
-        raise ValueError(
-            f"it has {counted(len(values), 'value')}, and the header has {counted(len(header), names)}{hint}"
-        )
+        hint = "" if len(written) == len(header) else f" (more names: {READ}.columns=[…], with {READ}.skip_lines=1)"
+        has = counted(len(header), "name" if hint else "column")
+        raise ValueError(f"it has {counted(len(values), 'value')}, and the header has {has}{hint}")
     return dict(zip(header, values, strict=True))
 
 
