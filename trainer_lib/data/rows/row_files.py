@@ -64,6 +64,7 @@ _CONTENTS = {
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
 _SQUAD = ("data", "paragraphs", "qas")
+_HEADER = re.compile(r"(words?|tokens?)\s(.*\s)?(tags?|labels?|ner|ner_tags?|pos)\s*", re.IGNORECASE)
 _PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 _UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, *_PACKING, OSError)
 
@@ -567,7 +568,7 @@ def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, d
     tags: list[str] = []
     number, are_numbered = 0, width > 2
     for line, parts in enumerate(lines, 1):
-        if not words and (_is_comment(parts, width) or (not number and _is_header(parts))):
+        if not words and (_is_comment(parts, width) or (not number and _HEADER.fullmatch(" ".join(parts)))):
             continue
         if not parts or parts[0] == "-DOCSTART-":
             if words:
@@ -596,9 +597,3 @@ def _is_comment(parts: Sequence[str], width: int) -> bool:
     """Return whether a line before a sentence is a comment; # may also be a word."""
     first = parts[0] if parts else ""
     return first.startswith("# ") or (first == "#" and (len(parts) != width or "=" in parts[1:-1]))
-
-
-def _is_header(parts: Sequence[str]) -> bool:
-    """Return whether a first line has the names of the columns."""
-    first, last = (parts[0].lower(), parts[-1].strip().lower()) if parts else ("", "")
-    return first.rstrip("s") in ("word", "token") and last.rstrip("s") in ("tag", "label", "ner_tag", "ner", "pos")
