@@ -17,7 +17,8 @@ from tests.support.toys import Augmented, Classifier, StatefulStream, Stream, cl
 from tests.support.training import Note, StopAt, accuracy, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import EarlyStoppingCallback, Trainer, TrainerCallback
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.storage.commit import COMMIT
+from trainer_lib.storage import Store
+from trainer_lib.storage.commit import COMMIT, read_commit, write_commit
 from trainer_lib.storage.remote import RemoteBackend
 
 ROWS = classification_rows(22)
@@ -148,9 +149,13 @@ def test_a_finished_run_can_be_prolonged(tmp_path: Path) -> None:
 
 
 def test_another_model_another_batch_or_weights_alone_are_refused(
-    finished: tuple[Path, Trainer], weights_alone: Path
+    finished: tuple[Path, Trainer], weights_alone: Path, tmp_path: Path
 ) -> None:
     folder, _ = finished
+    imported = Store.open(shutil.copytree(folder, tmp_path / "imported") / "checkpoint-9")
+    commit = read_commit(imported) or pytest.fail("it is committed")
+    imported.delete(COMMIT)
+    write_commit(imported, "checkpoint", commit.files, {**commit.meta, "optimizer": None})
     with pytest.raises(ConfigError, match=r"another shape for .*body\.bias|has another shape"):
         torch.manual_seed(0)
         wide = Classifier(features=6, classes=4)
@@ -160,6 +165,9 @@ def test_another_model_another_batch_or_weights_alone_are_refused(
     for own in (torch.optim.SGD, torch.optim.RAdam, torch.optim.Adamax):
         with pytest.raises(ConfigError, match=f"optimizer = {own.__name__}: The checkpoint holds the state of AdamW"):
             trainer(folder, ROWS, optimizer_cls_and_kwargs=(own, {"lr": 0.01}), **SHORT).train(True)
+        with pytest.raises(ConfigError, match=f"optimizer = {own.__name__}: The .* state of an optimizer with amsgrad"):
+            trainer(tmp_path / "imported", ROWS, optimizer_cls_and_kwargs=(own, {"lr": 0.01}), **SHORT).train(True)
+    trainer(tmp_path / "imported", ROWS, **SHORT).train(True)
     with pytest.raises(ConfigError, match=r"holds only a model .*Give True or its URL to resume with a new optimizer"):
         trainer(weights_alone, ROWS, **SHORT).train("auto")
 

@@ -315,7 +315,7 @@ class Restore:
         if loaded.url == self._internals.trials.origin:
             present = PresentSettings(trainer.optimizer, trainer.lr_scheduler, trainer.args.learning_rate)
         if trainer.optimizer is not None and snapshot is not None:
-            self._refuse_other_optimizer(loaded)
+            self._refuse_other_optimizer(loaded, snapshot.groups, trainer.optimizer)
             with loaded.treat_errors_as_damage(OPTIMIZER):
                 restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
@@ -325,9 +325,12 @@ class Restore:
         if present is not None:
             present.put_back(loaded.training_args.get("learning_rate"))
 
-    def _refuse_other_optimizer(self, loaded: Checkpoint) -> None:
+    def _refuse_other_optimizer(self, loaded: Checkpoint, groups: list[dict[str, Any]], optimizer: Any) -> None:
         """Raise ConfigError for the state of a class that has no base in common with the optimizer's."""
         now, then = self._internals.engine.optimizer_classes(), loaded.commit.meta.get("optimizer")
+        if then is None and groups:  # imported: other settings tell most classes apart
+            others = groups[0].keys() - optimizer.param_groups[0].keys() - {"initial_lr", "param_names"}
+            then = [f"an optimizer with {', '.join(sorted(others))}"] if others else None
         if now and then and not {*now} & {*then}:
             what = f"The checkpoint holds the state of {then[0]}."
             remedy = f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one."
