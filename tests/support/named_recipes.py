@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ Prepared = tuple[Recipe, dict[str, list[Any]], DataInfo]
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
 """Sizes that weights of 4 bits allow."""
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+_load = functools.cache(load)
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,12 @@ def prepare_sources(
     name: str, sources: Sequence[str], options: Mapping[str, Any], folder: Path, mixture: Sequence[str] = ()
 ) -> Prepared:
     """The recipe `name`, the rows of each split that it prepares from sources, and what it notes about the data."""
-    recipe = load(recipe_file(name), folder)
+    recipe = _load(recipe_file(name), "no project")
     out = PrepareOutput(Store.open(folder / "out"), sources, mixture)
     splits = {split: [dict(row) for row in rows] for split, rows in recipe.prepare(options, out).items()}
-    files = [vars(entry) for entry in out.files()]
     rows = {split: {"rows": len(each)} for split, each in splits.items()}
-    data = {"url": str(folder / "out"), "info": out.checked_info(), "splits": rows, "files": files}
-    return recipe, splits, DataInfo(data)
+    data = {"url": str(folder / "out"), "info": out.checked_info(), "splits": rows}
+    return recipe, splits, DataInfo(data | {"files": list(map(vars, out.files()))})
 
 
 def collate_of(prepared: Prepared) -> Callable[..., Any]:

@@ -258,8 +258,8 @@ def test_each_argument_is_part_of_the_keys_that_its_declaration_says() -> None:
         object.__setattr__(changed, name, {"fp16": {"enabled": True}} if name == "deepspeed" else 77)
         affects = declarations(type(args))[name].affects
         decides = name in ("load_best_model_at_end", "metric_for_best_model")  # evaluations choose the weights
-        differs = numeric_fields(changed, data_parallel_size=1) != trained
-        assert differs == (affects in ("weights", "outputs") or decides), name
+        counts = affects in ("weights", "outputs") or decides
+        assert (numeric_fields(changed, data_parallel_size=1) != trained) == counts, name
         assert (evaluation_fields(changed) != measured) == (affects in ("outputs", "evaluation")), name
 
 

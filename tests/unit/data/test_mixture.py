@@ -73,8 +73,7 @@ def test_rows_come_once_in_each_pass_over_their_source(order: MixtureOrder) -> N
             part = own[start : start + size]
             assert len(set(part.tolist())) == len(part)
         first += size
-        budget = order.mixture.budgets.get(name)
-        if budget is not None:
+        if (budget := order.mixture.budgets.get(name)) is not None:
             assert all(sources_of(order, rows).count(name) <= budget for rows in epochs)
     assert len(seen) == 3 * order.num_samples
 
