@@ -31,6 +31,7 @@ from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.held_out_metrics import measure_forecasts
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
+from trainer_lib.recipes.tables.rows import describe_rounding
 from trainer_lib.recipes.tables.splitting import form_of_digits, has_zone, read_times, require_shares
 from trainer_lib.recipes.tables.table_files import SOURCES, Table, read_table
 
@@ -194,7 +195,8 @@ class SeriesTable:
             shown = f"{step:g}" if self._counts else getattr(step, "freqstr", str(step))
             what = f"{self._table.places[rows[off[0]]]}: the time {self._text(found[off[0]])} is not on the grid{of}"
             what += f" that begins at {self._text(found[0])} and has a step of {shown}."
-            remedy = f"Correct it, or give the step: {FIELD}.step (h, D, W-MON, MS, … or a number)."
+            steps = "a number: steps of months need dates" if self._counts else "h, D, W-MON, MS, …"
+            remedy = f"Correct it, or give the step: {FIELD}.step ({steps})."
             if self._has_zone:
                 remedy = f"{remedy} Times with a zone are compared in UTC: local days need dates without one."
             raise DataError(what, field=SOURCES, remedy=remedy)
@@ -444,6 +446,10 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     steps = splits.train_steps
     covariates = np.concatenate([member.values[:count] for member, count in zip(series, steps, strict=True)])
     covariates = covariates[:, len(targets) :]
+    for place, name in enumerate([*targets, *known]):
+        columns = (member.values[:, place] for member in series)
+        found = (describe_rounding(name, column.mean(), column.std() or 1.0) for column in columns)
+        out.warnings += next(filter(None, found), [])
     spreads = covariates.std(axis=0)
     described = np.stack((covariates.mean(axis=0), np.where(spreads > 0, spreads, 1.0)), axis=1)
     out.info.update(

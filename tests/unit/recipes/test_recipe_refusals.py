@@ -140,7 +140,11 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "time-series-forecasting": [
         (counted("7,99,x,1"), {}, "row 30 (line 32): the time 7 is that of … row 7 (line 9) … options.series=NAME"),
-        (HALF, {}, "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1"),
+        (
+            HALF,
+            {},
+            "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1 … (a number:",
+        ),
         (ELNINO.replace("1960-03-01", "1960-03-05"), SEA, "the time 1960-03-05 is not on the grid"),
         (ELNINO.replace("1960-03-01", "March 1960"), SEA, "column 'month': 'March 1960' is not a time"),
         (ELNINO, {**SEA, "step": "moon"}, "not a step of time"),

@@ -14,8 +14,9 @@ from tests.support.named_recipes import Prepared, RecipeCase, collate_of, prepar
 from tests.support.repository import ROOT
 from trainer_lib import EvalPrediction
 from trainer_lib.protocol.recipe_names import recipe_file
-from trainer_lib.recipes import load
+from trainer_lib.recipes import PrepareOutput, load
 from trainer_lib.recipes.tabular_classification import TabularNet, text_code
+from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import read_sample
 
 WINE, DIABETES = ROOT / "examples" / "tabular" / "wine.csv", ROOT / "examples" / "tabular" / "diabetes.csv"
@@ -263,6 +264,14 @@ def test_steps_and_values_that_are_missing_are_filled_and_are_no_targets(tmp_pat
     assert (pairs["labels"].tolist(), pairs["rows"].tolist()) == (truth.tolist(), [0, 1, 1, 2, 2])
     trainer = trained(made, tmp_path / "run", {}, 20, learning_rate=1e-2)
     assert math.isfinite(trainer.evaluate(eval_dataset=splits["test"])["eval_loss"])
+
+
+def test_a_level_that_32_bits_round_is_named(tmp_path: Path) -> None:
+    lines = "".join(f"{step},{10**9 + step % 5},{10**9}\n" for step in range(30))
+    (tmp_path / "data.csv").write_text("t,y,same\n" + lines)
+    out = PrepareOutput(Store.open(tmp_path / "out"), [str(tmp_path / "data.csv")], ())
+    load(recipe_file("time-series-forecasting"), tmp_path).prepare({**COUNT, "known": ["same"]}, out)
+    assert [text.partition(" differ")[0] for text in out.warnings] == ["The numbers of the column 'y'"]
 
 
 def test_times_with_a_zone_are_named_in_utc(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ class TabularRows:
             self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean and prepare.allow_nan=true.")
         self._warn_of_forms(name)
         self.numbers[name] = self.scale(values)
-        self._warn_of_rounding(name, *self.numbers[name])
+        self._warnings += describe_rounding(name, *self.numbers[name])
 
     def _describe_parts(self, name: str) -> None:
         if name in self.options["hashed"]:
@@ -365,12 +365,6 @@ class TabularRows:
             return
         said = ", ".join(f"'{text}' is {as_number(text):g}" for text in first.values())
         self._warnings.append(f"The column '{name}' is read as numbers: {said}{hint}.")
-
-    def _warn_of_rounding(self, name: str, mean: float, spread: float) -> None:
-        is_constant = spread == 1.0 and abs(mean) < 2**53  # from there on 64 bits round too
-        if abs(mean) * _ROUNDING > spread and not is_constant:
-            what = f"The numbers of the column '{name}' differ by some {spread:.3g} around {mean:.10g}"
-            self._warnings.append(f"{what}, which 32 bits round: subtract a constant from them.")
 
     def _warn_of_cases(self, name: str, texts: Iterable[str]) -> None:
         alike: dict[str | float, str] = {}
@@ -495,7 +489,7 @@ class TabularRows:
             remedy = "Use the recipe tabular-classification, or leave prepare.options.target out."
             raise DataError(what, field=f"{FIELD}.label", remedy=remedy)
         mean, spread = self.scale(numbers)
-        self._warn_of_rounding(self.label, mean, spread)
+        self._warnings += describe_rounding(self.label, mean, spread)
         return [mean, spread]
 
     def info(self) -> dict[str, Any]:
@@ -560,6 +554,15 @@ def raise_listed(problems: Sequence[DataError]) -> None:
     lines += [f"  and {len(problems) - _LISTED:,} more"] if len(problems) > _LISTED else []
     what = "\n".join([f"{first.message}\n", "All that prepare-data found:", *lines])
     raise DataError(what, field=first.field, value=first.value, remedy=first.remedy)
+
+
+def describe_rounding(name: str, mean: float, spread: float) -> list[str]:
+    """A sentence about a column of numbers whose differences 32 bits lose; none for another. A spread of 1 may be 0."""
+    is_constant = spread == 1.0 and abs(mean) < 2**53  # from there on 64 bits round too
+    if abs(mean) * _ROUNDING <= spread or is_constant:
+        return []
+    what = f"The numbers of the column '{name}' differ by some {spread:.3g} around {mean:.10g}"
+    return [f"{what}, which 32 bits round: subtract a constant from them."]
 
 
 def _folded(value: Any, place: str, *, reading: Reading) -> Any:
