@@ -16,7 +16,7 @@ from tests.support.repository import ROOT
 
 SETTINGS = (
     *("train.args.num_train_epochs=2", "train.args.save_steps=4", "train.args.warmup_steps=4"),
-    *("train.launch.processes=2", "train.eval_split=null", "train.args.eval_strategy=no"),
+    *("prepare.launch=in_process", "train.launch.processes=2", "train.eval_split=null", "train.args.eval_strategy=no"),
     *("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false"),
 )
 

@@ -285,7 +285,7 @@ def test_labels_of_a_run_are_written_again_until_they_are_there(monkeypatch: pyt
     @flow(name="pipeline")
     def pipeline() -> None:
         with prefect_runs.own_flow_run():
-            wait_for("the second try", lambda: len(tries) == 2, 20)
+            wait_for("the second try", lambda: len(tries) == 2)
 
     pipeline()
 

@@ -144,7 +144,7 @@ def servers() -> list[psutil.Process]:
 
 
 def wait_for_no_server() -> None:
-    psutil.wait_procs(servers(), timeout=20)
+    psutil.wait_procs(servers(), timeout=60)
     assert servers() == []
 
 
@@ -220,7 +220,7 @@ def _answers(url: str) -> bool:
 
 def test_the_server_ends_when_its_client_is_killed_while_it_starts(start: Callable[..., Command]) -> None:
     command = start("killed-early")
-    wait_for("the server to start", servers, 30)
+    wait_for("the server to start", servers)
     command.kill()
     wait_for_no_server()
 
@@ -328,7 +328,7 @@ def test_events_for_a_server_that_stays_away_do_not_hold_a_process_at_its_end() 
         services: Any = EventsWorker
         worker: Any = next(each for each in services._instances.values() if isinstance(each, EventsWorker))
         send_queued(0.2)
-        wait_for("the end of the queue", worker._done_event.is_set, 20)
+        wait_for("the end of the queue", worker._done_event.is_set)
 
 
 def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
