@@ -53,8 +53,8 @@ class S3Backend(RemoteBackend):
     def names(self, rel: str) -> list[str]:
         return super().names(rel) or self._confirm_empty()
 
+    def _confirm_empty(self) -> list[Any]:
         """Return the empty list, if a store answers at all: s3fs takes a web page for an empty folder."""
-        """Return the empty list, unless it is no store that answers: s3fs takes a web page for an empty folder."""
         endpoint = self.fs.endpoint_url
         if endpoint and endpoint not in _KNOWN:
             bucket, key, _ = self.fs.split_path(self.root)
