@@ -55,9 +55,8 @@ def _amp_backend(value: Any) -> Changes:
     if word == "apex":
         _log.warning("NVIDIA Apex is gone. torch's own autocast takes its place; with fp16 it does what level O1 did.")
     elif word not in ("auto", "amp", "cuda_amp", "cpu_amp"):
-        raise ConfigError(
-            "No backend for mixed precision has this name.", value=value, remedy="Remove it; torch's own is used."
-        )
+        remedy = "Remove it; torch's own is used."
+        raise ConfigError("No backend for mixed precision has this name.", value=value, remedy=remedy)
     return {}
 
 
@@ -78,9 +77,8 @@ def _apex_level(value: Any) -> Changes:
 def _warmup_share(value: Any) -> Changes:
     share = coerce(value, float, field="warmup_ratio")
     if not 0 <= share < 1:
-        raise ConfigError(
-            "The share must be at least 0 and below 1.", value=value, remedy="Give warmup_steps a number of steps."
-        )
+        remedy = "Give warmup_steps a number of steps."
+        raise ConfigError("The share must be at least 0 and below 1.", value=value, remedy=remedy)
     # One argument holds both forms today: below 1 it is a share.
     return {"warmup_steps": share}
 
@@ -92,9 +90,8 @@ def _sharded_ddp(value: Any) -> Changes:
     table |= {"zero_dp_3": "full_shard", "offload": "offload", "cpu_offload": "offload", "auto_wrap": "auto_wrap"}
     unknown = [word for word in words if word not in table]
     if unknown:
-        raise ConfigError(
-            "No sharding mode has this name.", value=unknown[0], remedy="Set fsdp; see its help for the modes."
-        )
+        remedy = "Set fsdp; see its help for the modes."
+        raise ConfigError("No sharding mode has this name.", value=unknown[0], remedy=remedy)
     return {"fsdp": " ".join(table[word] for word in words)}
 
 
@@ -245,8 +242,7 @@ def _merge(out: Changes, old: str, new: str, value: Any) -> None:
     elif new == "include_for_metrics" and present:
         out[new] = [*present, *(item for item in value if item not in present)]
     elif present is not None and present != value:
-        raise ConfigError(
-            f"This contradicts {new} = {present!r}.", field=old, value=value, remedy=f"Keep {new} and remove {old}."
-        )
+        remedy = f"Keep {new} and remove {old}."
+        raise ConfigError(f"This contradicts {new} = {present!r}.", field=old, value=value, remedy=remedy)
     else:
         out[new] = value

@@ -232,9 +232,8 @@ def implied(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
     """Yield the arguments that these variables set; without `accelerate launch`, none. Raises ConfigError."""
     for name, remedy in _UNSERVED.items():
         if _is_true(environ.get(name)):
-            raise ConfigError(
-                "This is not supported.", field=f"environment variable {name}", value=environ[name], remedy=remedy
-            )
+            what = "This is not supported."
+            raise ConfigError(what, field=f"environment variable {name}", value=environ[name], remedy=remedy)
     yield from _precision(environ)
     if _is_true(environ.get("ACCELERATE_USE_CPU")):
         yield LauncherSetting("use_cpu", True, "ACCELERATE_USE_CPU")

@@ -210,9 +210,8 @@ def add_old_names(parser: Any, cls: type, action: Any = _Translated) -> None:
 
 def _init_fields(cls: type) -> list[dataclasses.Field[Any]]:
     if not dataclasses.is_dataclass(cls):
-        raise ConfigError(
-            "This is not a dataclass.", field="dataclass_types", value=cls.__name__, remedy="Decorate it."
-        )
+        remedy = "Decorate it."
+        raise ConfigError("This is not a dataclass.", field="dataclass_types", value=cls.__name__, remedy=remedy)
     return [field for field in dataclasses.fields(cls) if field.init]
 
 

@@ -134,9 +134,8 @@ def _words(name: str, value: Any, allowed: list[str]) -> list[str]:
     words = value.replace(",", " ").split() if isinstance(value, str) else [str(word) for word in value or []]
     for word in words:
         if word not in allowed:
-            raise ConfigError(
-                "This is not one of the choices.", field=name, value=word, remedy=suggestion(word, allowed)
-            )
+            remedy = suggestion(word, allowed)
+            raise ConfigError("This is not one of the choices.", field=name, value=word, remedy=remedy)
     return words
 
 
@@ -146,9 +145,8 @@ def _reporters(value: Any) -> list[str]:
     for name in names:
         if name != "all" and name not in REPORTERS:
             options = [*REPORTERS, "all", "none"]
-            raise ConfigError(
-                "No tracker has this name.", field="report_to", value=name, remedy=suggestion(name, options)
-            )
+            remedy = suggestion(name, options)
+            raise ConfigError("No tracker has this name.", field="report_to", value=name, remedy=remedy)
     return names
 
 
@@ -329,9 +327,8 @@ def _check_mappings(args: ArgumentGroups) -> None:
     for name in FILE_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and not value.strip():
-            raise ConfigError(
-                "This is neither a mapping nor the name of a file.", field=name, value='""', remedy="Remove it."
-            )
+            what = "This is neither a mapping nor the name of a file."
+            raise ConfigError(what, field=name, value='""', remedy="Remove it.")
     field, config = "accelerator_config", args.accelerator_config
     if not isinstance(config, dict):
         return

@@ -83,9 +83,8 @@ def _decode(value: Any, find: Callable[[dict[str, Any]], Tensor] | None) -> Any:
         return value
     if "__tensor__" in value:
         if find is None:
-            raise DamagedError(
-                "A saved value refers to a tensor where no tensors are kept.", remedy="Use an earlier checkpoint."
-            )
+            remedy = "Use an earlier checkpoint."
+            raise DamagedError("A saved value refers to a tensor where no tensors are kept.", remedy=remedy)
         return find(value)
     if "__tuple__" in value:
         return tuple(_decode(item, find) for item in _require_list(value["__tuple__"]))

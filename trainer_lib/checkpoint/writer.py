@@ -260,9 +260,8 @@ def _check_file_names(names: Mapping[str, bytes]) -> None:
     for name in names:
         problem = "is one of the checkpoint's own names" if layout.is_own_file(name) else relative_problem(name)
         if problem:
-            raise ConfigError(
-                f"The file name {problem}.", field="checkpoint", value=name, remedy="Choose another name."
-            )
+            remedy = "Choose another name."
+            raise ConfigError(f"The file name {problem}.", field="checkpoint", value=name, remedy=remedy)
 
 
 def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:

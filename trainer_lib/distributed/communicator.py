@@ -520,9 +520,8 @@ def _backend(asked: str | None, device: torch.device) -> str:
     """Return the name of the backend. Whatever serves the device, gloo serves the CPU tensors of control messages."""
     if device.type == "cpu":
         if asked not in (None, "gloo", "mpi"):
-            raise ConfigError(
-                "This backend cannot serve CPU tensors.", field="ddp_backend", value=asked, remedy="Use gloo on CPU."
-            )
+            remedy = "Use gloo on CPU."
+            raise ConfigError("This backend cannot serve CPU tensors.", field="ddp_backend", value=asked, remedy=remedy)
         return asked or "gloo"
     return f"cpu:gloo,{device.type}:{asked or 'nccl'}" if asked != "gloo" else "gloo"
 

@@ -69,9 +69,8 @@ def create_precision(args: TrainingArguments, device: torch.device) -> Precision
     """Create the precision that the arguments select. Raises ConfigError if the device does not support it."""
     if args.bf16:
         if device.type == "cuda" and not torch.cuda.is_bf16_supported():
-            raise ConfigError(
-                "This GPU does not support bfloat16.", field="bf16", value=True, remedy="Use fp16=True, or neither."
-            )
+            remedy = "Use fp16=True, or neither."
+            raise ConfigError("This GPU does not support bfloat16.", field="bf16", value=True, remedy=remedy)
         return Precision("bf16", torch.bfloat16, device)
     if args.fp16:
         if device.type == "mps":

@@ -181,9 +181,8 @@ class EvaluationLoop:
         loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
         self.counted = (loss_sum, items, samples)
         if samples == 0:
-            raise DataError(
-                "There is nothing to evaluate.", field="eval_dataset", remedy="Give data that is not empty."
-            )
+            remedy = "Give data that is not empty."
+            raise DataError("There is nothing to evaluate.", field="eval_dataset", remedy=remedy)
         predictions = labels = None
         metrics: dict[str, float] = {}
         if self._spools and comm.rank == 0:

@@ -367,9 +367,8 @@ def get_scheduler(
         kind = SchedulerType(name)
     except ValueError:
         remedy = suggestion(str(name), SchedulerType)
-        raise ConfigError(
-            "No schedule has this name.", field="lr_scheduler_type", value=str(name), remedy=remedy
-        ) from None
+        what = "No schedule has this name."
+        raise ConfigError(what, field="lr_scheduler_type", value=str(name), remedy=remedy) from None
     settings = {**(scheduler_specific_kwargs or {}), **kwargs}
     if kind in METRIC_SCHEDULES:
         declared = _load_class() if kind is SchedulerType.GREEDY else ReduceLROnPlateau
@@ -381,9 +380,8 @@ def get_scheduler(
     # Annotations are text here: `int | None` declares that the formula does without the number.
     for parameter, text in (("warmup", "num_warmup_steps"), ("total", "num_training_steps")):
         if parameter in parameters and given[parameter] is None and "None" not in str(parameters[parameter].annotation):
-            raise ConfigError(
-                f"The schedule {kind} needs this number.", field=text, value="none", remedy="Give a number of steps."
-            )
+            remedy = "Give a number of steps."
+            raise ConfigError(f"The schedule {kind} needs this number.", field=text, value="none", remedy=remedy)
     # Only what the formula takes: a constant rate has neither a warm-up nor a total.
     fixed = {key: value for key, value in given.items() if key in parameters}
     return LambdaLR(optimizer, maker(**fixed, **_checked(maker, settings, kind)))

@@ -117,9 +117,8 @@ def _anyprecision(request: OptimizerRequest) -> Served:
 def _dtype(field: str, name: Any) -> torch.dtype:
     found = getattr(torch, str(name), None)
     if not isinstance(found, torch.dtype):
-        raise ConfigError(
-            "torch has no such number format.", field=f"optim_args.{field}", value=name, remedy='Give "float32".'
-        )
+        remedy = 'Give "float32".'
+        raise ConfigError("torch has no such number format.", field=f"optim_args.{field}", value=name, remedy=remedy)
     return found
 
 
@@ -237,9 +236,8 @@ def _apollo(request: OptimizerRequest) -> Served:
 
 def _model(request: OptimizerRequest) -> nn.Module:
     if request.model is None:
-        raise ConfigError(
-            "This optimizer needs the model.", field="optim", value=request.name.value, remedy="Pass the model as well."
-        )
+        remedy = "Pass the model as well."
+        raise ConfigError("This optimizer needs the model.", field="optim", value=request.name.value, remedy=remedy)
     return request.model
 
 

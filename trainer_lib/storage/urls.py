@@ -27,14 +27,12 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
     """
     text = os.fspath(url)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
-        raise ConfigError(
-            "A storage URL is empty or not text.", field=field, remedy="Give a path or a URL like s3://bucket/name."
-        )
+        remedy = "Give a path or a URL like s3://bucket/name."
+        raise ConfigError("A storage URL is empty or not text.", field=field, remedy=remedy)
     # fsspec reads "a::b" as a file inside another file system.
     if "::" in text:
-        raise ConfigError(
-            "Chained URLs are not supported.", field=field, value=text, remedy="Give the store's own URL."
-        )
+        remedy = "Give the store's own URL."
+        raise ConfigError("Chained URLs are not supported.", field=field, value=text, remedy=remedy)
     match = _SCHEME.match(text)
     scheme = match.group(1).lower() if match else "file"
     rest = text[match.end() :] if match else text

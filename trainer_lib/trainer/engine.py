@@ -360,9 +360,8 @@ class Engine:
         if trainer.lr_scheduler is None:
             target = unwrap_prepared(optimizer or trainer.optimizer)
             if target is None:
-                raise ConfigError(
-                    "A schedule needs an optimizer.", field="optimizer", remedy="Call create_optimizer before."
-                )
+                remedy = "Call create_optimizer before."
+                raise ConfigError("A schedule needs an optimizer.", field="optimizer", remedy=remedy)
             if trainer.args.deepspeed is not None:
                 from trainer_lib.strategies.deepspeed.deepspeed_strategy import create_schedule
 
@@ -375,9 +374,8 @@ class Engine:
         """The optimizer. Raises ConfigError when it does not exist yet."""
         optimizer = self._trainer.optimizer
         if optimizer is None:
-            raise ConfigError(
-                "The optimizer does not exist yet.", field="optimizer", remedy="Call create_optimizer or train."
-            )
+            remedy = "Call create_optimizer or train."
+            raise ConfigError("The optimizer does not exist yet.", field="optimizer", remedy=remedy)
         return optimizer
 
     def optimizer_classes(self) -> list[str]:

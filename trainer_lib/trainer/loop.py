@@ -343,9 +343,8 @@ class TrainingLoop:
         step = self._trainer.state.global_step
         if run.step_in_epoch == 0:
             if step == run.first_step:
-                raise DataError(
-                    "The training data gave no batch.", field="train_dataset", remedy="Give data that is not empty."
-                )
+                remedy = "Give data that is not empty."
+                raise DataError("The training data gave no batch.", field="train_dataset", remedy=remedy)
             _log.warning("The training data gave no more batches at step %d: stopping there.", step)
             self._trainer.control.should_training_stop = True
         elif not run.weights.has_targets and (exhausted or run.step_in_epoch == run.source.steps_per_epoch):
@@ -359,10 +358,9 @@ class TrainingLoop:
     def _save_and_stop(self) -> None:
         step = self._trainer.state.global_step
         if self._internals.checkpoints.occupied.forbids(step):
-            raise Preempted(
-                f"Stopped on request at step {step}, which is not saved: checkpoints of another run are in the way.",
-                remedy="Run it again: it starts from the beginning. Use another output_dir to save a stop.",
-            )
+            what = f"Stopped on request at step {step}, which is not saved: checkpoints of another run are in the way."
+            remedy = "Run it again: it starts from the beginning. Use another output_dir to save a stop."
+            raise Preempted(what, remedy=remedy)
         _log.warning("A stop was requested: saving step %d.", step)
         self._internals.checkpoints.save_and_stop()
         what = f"Stopped on request at step {step}; a checkpoint of it is committed."

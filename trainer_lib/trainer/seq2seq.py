@@ -69,9 +69,8 @@ class Seq2SeqTrainer(Trainer):
         try:
             from transformers import GenerationConfig
         except ImportError:
-            raise MissingExtraError(
-                "Generation settings need the package transformers.", field="generation_config", extra="transformers"
-            ) from None
+            what = "Generation settings need the package transformers."
+            raise MissingExtraError(what, field="generation_config", extra="transformers") from None
         kind: Any = GenerationConfig
         try:
             if isinstance(gen_config_arg, kind):

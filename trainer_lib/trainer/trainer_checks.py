@@ -64,9 +64,8 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
         raise ConfigError(what, field="poly_power", value=args.poly_power, remedy=remedy)
     for name, (asked, remedy) in _UNSERVED.items():
         if asked(args):
-            raise ConfigError(
-                "This version does not serve the argument.", field=name, value=getattr(args, name), remedy=remedy
-            )
+            what = "This version does not serve the argument."
+            raise ConfigError(what, field=name, value=getattr(args, name), remedy=remedy)
 
 
 _FUNCTIONS = ("data_collator", "model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")

@@ -115,16 +115,14 @@ class BatchSettings:
         # Taken apart, so that its settings are checked under their dotted names like the others.
         group = values.pop(_ACCUMULATION, None) or {}
         if not isinstance(group, Mapping):
-            raise ConfigError(
-                "This is not a mapping.", field=f"{_FIELD}.{_ACCUMULATION}", value=group, remedy="Give a mapping."
-            )
+            remedy = "Give a mapping."
+            raise ConfigError("This is not a mapping.", field=f"{_FIELD}.{_ACCUMULATION}", value=group, remedy=remedy)
         flags = {name: _flag(name, value) for name, value in values.items()}
         flags |= {f"{_ACCUMULATION}.{name}": _accumulation_flag(name, value) for name, value in group.items()}
         for name, (served, why, remedy) in _ONLY.items():
             if flags.get(name) not in (None, served):
-                raise ConfigError(
-                    f"This setting is not supported: {why}", field=f"{_FIELD}.{name}", value=not served, remedy=remedy
-                )
+                what = f"This setting is not supported: {why}"
+                raise ConfigError(what, field=f"{_FIELD}.{name}", value=not served, remedy=remedy)
         # None: the setting is absent, or null in a file that was written out in full.
         non_blocking = flags.get("non_blocking")
         return cls(

@@ -356,9 +356,8 @@ def _check_format(name: str, section: dict[str, Any]) -> None:
         if section.get(key):
             raise refused(f"{name}.{key}", True, "This format keeps too few digits to resume exactly.", "Remove it.")
     if section.get("check_grad_overflow") is False:
-        raise refused(
-            f"{name}.check_grad_overflow", False, "Training would step on gradients that are not finite.", "Remove it."
-        )
+        key = f"{name}.check_grad_overflow"
+        raise refused(key, False, "Training would step on gradients that are not finite.", "Remove it.")
     if name == "bf16":
         section["check_grad_overflow"] = True
     section.pop("auto_cast", None)  # inputs are always cast to the model's format

@@ -163,9 +163,8 @@ class _Reading:
     def set_value(self, name: str, value: Any, *, by: str) -> None:
         """Set `name` on behalf of the key `by`. Raises ConfigError when another key set another value."""
         if name in self.set_by and self.values[name] != value:
-            raise ConfigError(
-                f"This contradicts {self.set_by[name]}.", field=by, value=value, remedy="Keep one of the two."
-            )
+            remedy = "Keep one of the two."
+            raise ConfigError(f"This contradicts {self.set_by[name]}.", field=by, value=value, remedy=remedy)
         self.values[name] = value
         self.set_by.setdefault(name, by)
 

@@ -195,9 +195,8 @@ def read_layout(args: ArgumentGroups) -> Layout | None:
         _read(field, given) for field, given in ((FIELD, args.parallelism), (PEERS, args.parallelism_config)) if given
     ]
     if len(layouts) == 2 and replace(layouts[1], field=FIELD) != layouts[0]:
-        raise ConfigError(
-            f"This contradicts {PEERS}.", field=FIELD, value=str(args.parallelism), remedy="Keep one of the two."
-        )
+        remedy = "Keep one of the two."
+        raise ConfigError(f"This contradicts {PEERS}.", field=FIELD, value=str(args.parallelism), remedy=remedy)
     return layouts[0] if layouts else None
 
 
@@ -260,9 +259,8 @@ def check_layout(args: ArgumentGroups) -> None:
         what = "DeepSpeed lays out the processes itself."
         raise ConfigError(what, field=layout.field, value=str(layout.sizes()), remedy="Keep one.")
     if args.fsdp and layout.shards == 1 and str(args.fsdp).split()[0] != "no_shard":
-        raise ConfigError(
-            f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy="Remove it, or give shard."
-        )
+        remedy = "Remove it, or give shard."
+        raise ConfigError(f"{layout.field} has no shards.", field="fsdp", value=args.fsdp, remedy=remedy)
     if layout.expert > 1 and layout.tensor > 1:
         raise ConfigError(
             "Experts are divided where all other layers are whole.",
@@ -286,9 +284,8 @@ def _refuse_with(size: str, layout: Layout, unserved: Mapping[str, tuple[str, st
     for name, (why, remedy) in unserved.items():
         value = getattr(args, name, None)
         if value and not (name == "fsdp" and layout.shards > 1):
-            raise ConfigError(
-                f"This is not supported together with {size}: {why}", field=name, value=value, remedy=remedy
-            )
+            what = f"This is not supported together with {size}: {why}"
+            raise ConfigError(what, field=name, value=value, remedy=remedy)
 
 
 def settings_of(args: ArgumentGroups) -> FsdpSettings | None:

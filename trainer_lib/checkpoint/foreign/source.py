@@ -239,9 +239,8 @@ def derive_position(state: TrainerState) -> dict[str, Any]:
     per_epoch = math.ceil(step / epoch - 1e-6)
     done = step - whole * per_epoch
     if not 0 <= done < max(per_epoch, 1):
-        raise DamagedError(
-            f"Step {step} cannot be at epoch {epoch:g}.", field="trainer_state.json", remedy="Use another checkpoint."
-        )
+        remedy = "Use another checkpoint."
+        raise DamagedError(f"Step {step} cannot be at epoch {epoch:g}.", field="trainer_state.json", remedy=remedy)
     return {"epoch": whole, "step_in_epoch": done, "samples_seen": 0}
 
 

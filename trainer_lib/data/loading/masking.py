@@ -75,9 +75,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     def _check_settings(self) -> None:
         if getattr(self.tokenizer, "mask_token_id", None) is None:
-            raise ConfigError(
-                "The tokenizer has no mask token.", field="mlm", value=True, remedy="Give mlm=False for a causal model."
-            )
+            remedy = "Give mlm=False for a causal model."
+            raise ConfigError("The tokenizer has no mask token.", field="mlm", value=True, remedy=remedy)
         replaced = self.mask_replace_prob + self.random_replace_prob
         for name, value in (
             ("mlm_probability", self.mlm_probability),
@@ -87,9 +86,8 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         ):
             # 0.8 + 0.2 may come out a little above 1.
             if value is None or not 0 <= value <= 1 + 1e-9:
-                raise ConfigError(
-                    "The share must be from 0 to 1.", field=name, value=str(value), remedy="Give a number from 0 to 1."
-                )
+                remedy = "Give a number from 0 to 1."
+                raise ConfigError("The share must be from 0 to 1.", field=name, value=str(value), remedy=remedy)
 
     @override
     def torch_call(self, features: list[Any]) -> dict[str, Any]:

@@ -170,9 +170,8 @@ class FsdpStrategy(Strategy):
         super().__init__(device, comm)
         settings = settings_of(args)
         if settings is None:
-            raise ConfigError(
-                "No mode of sharding was given.", field="fsdp", value=args.fsdp, remedy="Give for example full_shard."
-            )
+            remedy = "Give for example full_shard."
+            raise ConfigError("No mode of sharding was given.", field="fsdp", value=args.fsdp, remedy=remedy)
         self.settings = settings
         self._plugin = FsdpPlugin(settings, device)
         self.plugins = {"fsdp_plugin": self._plugin}
@@ -378,9 +377,8 @@ class FsdpStrategy(Strategy):
     @override
     def sync_gradients(self, model: nn.Module) -> None:
         """Raise InfrastructureError: whole gradients are reduced to shards in a backward only."""
-        raise InfrastructureError(
-            "Gradients of sharded parameters are exchanged in the backward, not after it.", field="fsdp"
-        )
+        what = "Gradients of sharded parameters are exchanged in the backward, not after it."
+        raise InfrastructureError(what, field="fsdp")
 
     @override
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:

@@ -167,9 +167,8 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Clip every element of the gradients to [-clip_value, clip_value]. Raises ConfigError."""
         if self._internals.engine.strategy.name == "deepspeed":
-            raise ConfigError(
-                "DeepSpeed holds the gradients.", field="clip_grad_value_", remedy="Set max_grad_norm instead."
-            )
+            remedy = "Set max_grad_norm instead."
+            raise ConfigError("DeepSpeed holds the gradients.", field="clip_grad_value_", remedy=remedy)
         self.unscale_gradients()
         nn.utils.clip_grad_value_(parameters, clip_value)
 
@@ -250,13 +249,11 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
         """The sum, mean or max over ranks of tensors ``[...]`` in any structure, as new tensors. Raises ConfigError."""
         if scale != 1.0:
-            raise ConfigError(
-                "A scale is not supported.", field="scale", value=scale, remedy="Multiply what reduce returns."
-            )
+            remedy = "Multiply what reduce returns."
+            raise ConfigError("A scale is not supported.", field="scale", value=scale, remedy=remedy)
         if reduction not in ("sum", "mean", "max", "none"):
-            raise ConfigError(
-                "The reduction is unknown.", field="reduction", value=reduction, remedy="Use sum, mean, max or none."
-            )
+            remedy = "Use sum, mean, max or none."
+            raise ConfigError("The reduction is unknown.", field="reduction", value=reduction, remedy=remedy)
         if reduction == "none":  # which accelerate's own adds up
             return replace_leaves(tensor, torch.clone, field="reduce")
         return super().reduce(tensor, reduction)
@@ -502,9 +499,8 @@ FACTS: Mapping[str, Callable[[TrainerAccelerator], Any]] = {
 
 def _refused_member(name: str) -> Any:
     def refuse(self: TrainerAccelerator, *_: Any, **__: Any) -> Any:
-        raise ConfigError(
-            "The Trainer's accelerator does not have this.", field=f"accelerator.{name}", remedy=REFUSED[name]
-        )
+        remedy = REFUSED[name]
+        raise ConfigError("The Trainer's accelerator does not have this.", field=f"accelerator.{name}", remedy=remedy)
 
     refuse.__name__, refuse.__doc__ = name, f"Raise ConfigError: {REFUSED[name]}"
     return property(refuse) if name.endswith("_rank") else refuse

@@ -53,9 +53,8 @@ def decoded(value: Any, tensors: Mapping[str, Tensor], device: torch.device) -> 
     def find(reference: dict[str, Any]) -> Tensor:
         tensor = tensors.get(str(reference["__tensor__"]))
         if tensor is None:
-            raise DamagedError(
-                f"The tensor {reference['__tensor__']!r} is not in the checkpoint.", remedy="Use an earlier checkpoint."
-            )
+            remedy = "Use an earlier checkpoint."
+            raise DamagedError(f"The tensor {reference['__tensor__']!r} is not in the checkpoint.", remedy=remedy)
         return tensor.clone() if reference.get("device") == "cpu" else tensor.to(device, copy=True)
 
     return from_json(value, find)
