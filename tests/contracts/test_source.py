@@ -117,7 +117,8 @@ def _docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
 def _messages(module: ast.Module) -> Iterator[tuple[int, str]]:
     for node in _nodes(module):
         logs = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in LOGGERS
-        if logs or isinstance(node, ast.Raise):
+        names = {part.id for part in getattr(node, "targets", []) if isinstance(part, ast.Name)}
+        if logs or isinstance(node, ast.Raise) or names & {"what", "why", "remedy"}:
             for part in ast.walk(node):
                 if isinstance(part, ast.Constant) and isinstance(part.value, str):
                     yield part.lineno, part.value
@@ -214,6 +215,7 @@ def test_a_rule_holds_for_every_file(rule: Callable[[Path, ast.Module], Iterator
         (wording, '"""The same as `b`."""', 1),
         (wording, '"""Reads it.\n\nThe same holds for `b`."""', 0),
         (wording, 'raise ConfigError("The folder is no file.")', 1),
+        (wording, 'what = "The folder is no file."', 1),
         (wording, 'logger.warning("The worker was told to stop.")', 1),
         (wording, 'name = "said"', 0),
     ],

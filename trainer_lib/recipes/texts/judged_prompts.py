@@ -60,7 +60,7 @@ class Prompt:
             expected = [answers] if isinstance(answers, str) else answers
             if isinstance(expected, list) and all(isinstance(text, str) and text.strip() for text in expected):
                 return cls(given["prompt"], tuple(expected))
-        what = "This is no prompt."
+        what = "This is not a prompt."
         remedy = "Give a text, or {prompt: a text, answer: a text or a list of texts}."
         raise ConfigError(what, field=f"{FIELD}.prompts", value=entry, remedy=remedy)
 
