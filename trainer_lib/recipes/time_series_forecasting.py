@@ -563,10 +563,14 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 def compute_loss_func(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
-    """Compute Huber's loss of forecasts ``[batch, horizon, targets]``, in the unit of MASE; labels as of `collate`."""
+    """Compute Huber's loss of forecasts ``[batch, horizon, targets]``, in the unit of MASE; labels as of `collate`.
+
+    A mean over rows, so that batches of other sizes add up to the same gradient, of means over their measured values.
+    """
     measured = ~labels[:, 0].isnan()
     error = torch.where(measured, (outputs["logits"] - labels[:, 0]) / labels[:, 3], 0.0)
-    return nn.functional.huber_loss(error, torch.zeros_like(error)) * (measured.numel() / measured.sum())
+    losses = nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none")
+    return (losses.sum(dim=(1, 2)) / measured.sum(dim=(1, 2))).mean()
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
