@@ -43,7 +43,16 @@ def pipeline(
     from_run: str | None = None,
     debug: bool = False,
 ) -> PipelineResult | State[Any]:
-    """Prepare this process for a run that Prefect started, then run `trainflow.flows.pipeline.pipeline`."""
+    """Prepare this process for a run that Prefect started, then run `trainflow.flows.pipeline.pipeline`.
+
+    Args:
+        spec: the whole pipeline; every field has a description with its unit.
+        only: run this one stage; those before it must be committed.
+        start: begin with this stage; those before it must be committed.
+        force: stages whose committed result is discarded first.
+        from_run: id of an earlier run that gives the stages before the first; by default its failed stage is the first.
+        debug: keep the workers' run files, and show tracebacks.
+    """
     prepare_run_process()
     require_another_try()
     try:

@@ -160,12 +160,21 @@ def _is_there(folder: Path, descriptor: int) -> bool:
 
 def settle() -> None:
     """Wait until this process has nothing to do; on a busy machine its queues take longer than the clock suggests."""
-    deadline, idle = time.monotonic() + _SETTLE_MOST_S, 0
-    while time.monotonic() < deadline and idle < 2:  # once it may only have got no core
-        used, began = time.process_time(), time.monotonic()
+    deadline, is_idle = time.monotonic() + _SETTLE_MOST_S, False
+    while time.monotonic() < deadline and not is_idle:
+        wanted, began = _wanted_s(), time.monotonic()
         time.sleep(_SETTLE_S)
-        is_idle = time.process_time() - used < _IDLE_SHARE * (time.monotonic() - began)
-        idle = idle + 1 if is_idle else 0
+        is_idle = _wanted_s() - wanted < _IDLE_SHARE * (time.monotonic() - began)
+
+
+def _wanted_s() -> float:
+    """Seconds for which this process had a core and, where Linux tells, for which its other threads waited for one."""
+    waited_ns = 0
+    for thread in Path("/proc/self/task").glob("*"):
+        if thread.name != str(threading.get_native_id()):
+            with contextlib.suppress(OSError):  # it has ended
+                waited_ns += int((thread / "schedstat").read_text().split()[1])
+    return time.process_time() + waited_ns / 1e9
 
 
 def _linger_s() -> float:

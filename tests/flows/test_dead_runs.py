@@ -37,6 +37,7 @@ from trainflow.flows.records.ending import Ending, expect_ending
 from trainflow.flows.reports.run_record import RunRecord
 from trainflow.flows.runs import heartbeat
 from trainflow.flows.runs.run_status import find_statuses, sweep
+from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.manifest import StageManifest
 
 HERE = Holder.this_process(30.0)
@@ -76,6 +77,12 @@ with prefect_api():
     with created_by_this_process():
         pipeline()
 """
+
+
+@pytest.fixture(autouse=True)
+def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server of a busy machine may take longer to answer than a command waits."""
+    monkeypatch.setattr(prefect_runs, "quick_client", partial(quick_client, 60.0))
 
 
 class Run:
