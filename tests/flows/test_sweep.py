@@ -18,6 +18,7 @@ from tests.support import toy
 from tests.support.command import command_words
 from tests.support.command import trainflow as command
 from tests.support.pages import blocks
+from tests.support.prefect_server import wait_for
 from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
@@ -185,7 +186,13 @@ def test_slots_share_the_cores_one_that_dies_is_replaced_and_each_trial_is_a_tas
         named = FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
         [run] = client.read_flow_runs(flow_run_filter=named)
         mine = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})
-        tasks: list[tuple[str, Any]] = [(each.name, each.state) for each in client.read_task_runs(flow_run_filter=mine)]
+
+        def read() -> list[tuple[str, Any]]:
+            return [(each.name, each.state) for each in client.read_task_runs(flow_run_filter=mine)]
+
+        # States of tasks travel as events.
+        wait_for("the ends of the tasks", lambda: [state.is_final() for _, state in read()] == [True] * 4)
+        tasks = read()
     assert run.state is not None
     assert (run.state.name, run.parameters["sweep"]["space"]) == ("Completed", {"train.model.width": [1, 2, 13]})
     died = next(each["trial"] for each in events if each["event"] == "began")
