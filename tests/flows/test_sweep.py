@@ -18,7 +18,6 @@ from tests.support import toy
 from tests.support.command import command_words
 from tests.support.command import trainflow as command
 from tests.support.pages import blocks
-from tests.support.prefect_server import wait_for
 from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
@@ -145,65 +144,73 @@ def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path
     assert len(list((tmp_path / "store" / "stages" / "train").iterdir())) == 1
 
 
-# The model of one of the widths cannot be built.
-UNLUCKY_RECIPE = toy.RECIPE.replace(
-    "def build_model(options, data):",
-    "def build_model(options, data):\n    if options['width'] == 13:\n        raise ValueError('unlucky')",
-)
-UNLUCKY_RECIPE = UNLUCKY_RECIPE.replace("def compute_metrics(p):", "def compute_metrics(p):\n    import torch").replace(
-    "p.label_ids).mean())}", 'p.label_ids).mean()), "threads": torch.get_num_threads()}'
-)
-WORDS = (
-    *("sweep.space={train.model.width: [1, 2, 13]}", "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2"),
-    *("sweep.runner=prefect", "sweep.objective=test_threads", "evaluate.launch=process", *IN_PROCESS),
-)
-
-
-@pytest.mark.timeout(300)
-def test_slots_share_the_cores_one_that_dies_is_replaced_and_each_trial_is_a_task(
-    tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+def test_slots_share_the_cores_and_one_that_dies_is_replaced(
+    tmp_path: Path, prefect_server: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), WORDS)
+    recipe = toy.RECIPE.replace("def compute_metrics(p):", "def compute_metrics(p):\n    import torch").replace(
+        "p.label_ids).mean())}", 'p.label_ids).mean()), "threads": torch.get_num_threads()}'
+    )
+    words = (
+        "sweep.objective=test_threads",
+        "sweep.trials=2",
+        "sweep.parallel=2",
+        "evaluate.launch=process",
+        *IN_PROCESS,
+    )
+    spec = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words)
     events: list[Mapping[str, Any]] = []
 
     def kill_one(event: Mapping[str, Any]) -> None:
         events.append(event)
-        if event["event"] == "began" and [each["event"] for each in events].count("began") == 1:
-            slots = [each for each in psutil.Process().children() if "trial_slot" in str(command_words(each))]
-            [slot] = [each for each in slots if f"/trials/{event['trial']}" in str(each.open_files())]
-            slot.kill()
+        if [each["event"] for each in events].count("began") == 1 and event["event"] == "began":
+            slots = [
+                each
+                for each in psutil.Process().children()
+                if "trainflow.flows.sweeps.trial_slot" in command_words(each)
+            ]
+            slots[0].kill()
 
-    result = run_sweep(spec, listener=kill_one)
+    result = run_sweep(spec.settings, listener=kill_one)
     result.raise_for_error()
-    warned = [each["message"] for each in events if each["event"] == "warning" and "trial" not in each]
-    assert warned == ["A slot ended (code -9); another takes its place."]
-    committed = [ends.count("committed") for ends in attempts(tmp_path / "store").values()]
-    assert sorted(committed) == [0, 1, 1], "the training of the unlucky one is never committed"
+    assert [each["message"] for each in events if each["event"] == "warning"] == [
+        "A slot ended (code -9); another takes its place."
+    ]
+    assert [each.objective for each in result.trials] == [(max(1, num_cores() // 2),)] * 2
+    assert all(ends.count("committed") == 1 for ends in attempts(tmp_path / "store").values())
 
+
+# -- slots that Prefect shows ------------------------------------------------------------------------------------------
+
+SPACE = "sweep.space={train.model.width: [1, 2, 13]}"
+# The model of one of the widths cannot be built.
+UNLUCKY_RECIPE = SLOW_RECIPE.replace(
+    "def build_model(options, data):",
+    "def build_model(options, data):\n    if options.get('width') == 13:\n        raise ValueError('unlucky')",
+)
+WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "sweep.runner=prefect")
+
+
+@pytest.mark.timeout(300)
+def test_each_trial_is_a_task(tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]) -> None:
+    spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, *IN_PROCESS))
+    result = run_sweep(spec)
+    result.raise_for_error()
     with get_client(sync_client=True) as client:
         named = FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
         [run] = client.read_flow_runs(flow_run_filter=named)
         mine = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})
-
-        def read() -> list[tuple[str, Any]]:
-            return [(each.name, each.state) for each in client.read_task_runs(flow_run_filter=mine)]
-
-        # States of tasks travel as events.
-        wait_for("the ends of the tasks", lambda: [state.is_final() for _, state in read()] == [True] * 4)
-        tasks = read()
+        tasks = {each.name: each.state for each in client.read_task_runs(flow_run_filter=mine)}
     assert run.state is not None
     assert (run.state.name, run.parameters["sweep"]["space"]) == ("Completed", {"train.model.width": [1, 2, 13]})
-    died = next(each["trial"] for each in events if each["event"] == "began")
-    dead = (f"trial-{died}", "Crashed", "Its process ended without a word (code -9).")
-    ended = [
-        (f"trial-{trial.number}", "Failed", str(trial.notes["reason"]))
-        if trial.state == "failed"
-        else (f"trial-{trial.number}", "Completed", f"test_threads {max(1, num_cores() // 2)}")
-        for trial in result.trials
-    ]
-    assert sorted((name, str(state.name), str(state.message)) for name, state in tasks) == sorted([dead, *ended])
-    [failed] = [trial for trial in result.trials if trial.state == "failed"]
-    assert "unlucky" in failed.notes["reason"]
+    assert sorted(tasks) == ["trial-0", "trial-1", "trial-2"]
+    for trial in result.trials:
+        state: Any = tasks[f"trial-{trial.number}"]
+        if trial.state == "failed":
+            assert (state.name, "unlucky" in state.message) == ("Failed", True)
+        else:
+            assert trial.objective is not None
+            assert (state.name, state.message) == ("Completed", f"test_error {trial.objective[0]:.4g}")
+    assert [trial.state for trial in result.trials].count("failed") == 1
     assert "Task run" not in capfd.readouterr().err, "Prefect's log is for its page"
