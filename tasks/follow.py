@@ -452,7 +452,7 @@ class Follower:
     def _request(self, info: CheckpointInfo, args: dict[str, Any]) -> EvaluateCheckpointRequest:
         config, context, data = self._job.config, self._job.context, self._job.data
         return EvaluateCheckpointRequest(
-            # An output of its own: launches with one output do not run at the same time.
+            # A separate output: launches with one output do not run at the same time.
             **common_fields(config, context, StageFolder("train", self._evaluations.workplace(info))),
             data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
             model=config.model,

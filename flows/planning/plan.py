@@ -79,7 +79,7 @@ class StageReason:
 class StagePlan:
     """One stage that the spec has switched on, with what its settings take over from train filled in.
 
-    It takes no arguments where these are None, and starts no workers of its own where it has no launch.
+    It takes no arguments where these are None, and starts no separate workers where it has no launch.
     """
 
     stage: Stage

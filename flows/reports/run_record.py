@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 def has_nothing_to_do(plan: Plan, record: Mapping[str, Any]) -> bool:
-    """Whether every result of a plan is committed, and its run's record finished, tracked and registered as wanted."""
+    """Whether all results of a plan are committed, and its record finished, tracked and registered as asked."""
     spec = plan.spec
     if record.get("status") != "FINISHED" or plan.context.force:
         return False

@@ -84,7 +84,7 @@ def require_answer(api: str) -> None:
 
 
 def _find_refusal(client: SyncPrefectClient) -> Exception | None:
-    """What speaks against the login or the server; None: nothing. A server says without a login that it is well."""
+    """The fault of the login or of the server; None: neither. A server reports its health without a login."""
     import httpx
 
     try:

@@ -42,7 +42,7 @@ Events = queue.SimpleQueue[tuple["SlotProcess", dict[str, Any]]]
 
 
 class SlotProcess:
-    """One slot's process, in a session of its own: Ctrl-C reaches us, and we stop it; `log` has what it prints."""
+    """One slot's process, in a separate session: Ctrl-C reaches us, and we stop it; `log` has what it prints."""
 
     def __init__(self, number: int, orders: Mapping[str, Any], folder: Path, events: Events) -> None:
         self.number = number

@@ -45,7 +45,7 @@ def describe_card(
 ) -> Card:
     """The content of the card of a model with the `inputs` prepare-data, train and perhaps evaluate.
 
-    `files` are published besides the card; those of the model among them are in `of_model`, by path. Without `trained`,
+    `files` are published with the card; those of the model among them are in `of_model`, by path. Without `trained`,
     the weights are published alone. Relative paths of the spec start at `folder`.
     """
     data, model = inputs[0], inputs[1]

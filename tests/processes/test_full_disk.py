@@ -1,6 +1,6 @@
 """A full disk ends work with a typed failure that names the place and the bytes, and the next run goes on.
 
-Cases have disks in a mount namespace of their own: python -m tests.processes.test_full_disk FOLDER CASES
+Cases have disks in a separate mount namespace: python -m tests.processes.test_full_disk FOLDER CASES
 """
 
 from __future__ import annotations

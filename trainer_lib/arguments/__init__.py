@@ -18,7 +18,26 @@ from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TFTrainingArguments, TrainingArguments
 from trainer_lib.base.suggestions import nearest, suggestion
 
-__all__ = ["ArgumentParser", "DebugOption", "FSDPOption", "HfArgumentParser", "HubStrategy", "IntervalStrategy"]
-__all__ += ["OptimizerNames", "ParallelMode", "SamplingStrategy", "SaveStrategy", "SchedulerType"]
-__all__ += ["Seq2SeqTrainingArguments", "TFTrainingArguments", "TrainingArguments", "arg", "evaluation_fields"]
-__all__ += ["evaluation_matters", "nearest", "numeric_fields", "suggestion", "total_batch_size"]
+__all__ = [
+    "ArgumentParser",
+    "DebugOption",
+    "FSDPOption",
+    "HfArgumentParser",
+    "HubStrategy",
+    "IntervalStrategy",
+    "OptimizerNames",
+    "ParallelMode",
+    "SamplingStrategy",
+    "SaveStrategy",
+    "SchedulerType",
+    "Seq2SeqTrainingArguments",
+    "TFTrainingArguments",
+    "TrainingArguments",
+    "arg",
+    "evaluation_fields",
+    "evaluation_matters",
+    "nearest",
+    "numeric_fields",
+    "suggestion",
+    "total_batch_size",
+]

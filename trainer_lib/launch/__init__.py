@@ -35,3 +35,7 @@ def __getattr__(name: str) -> Any:
     value = getattr(importlib.import_module(f"{__name__}.{_NAMES[name]}"), name)
     globals()[name] = value  # the next use finds it without this function
     return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -36,7 +36,7 @@ from trainer_lib.recipes.shared.model_places import MODEL, build_with_head
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose
 from trainer_lib.recipes.tables.cells import parse_literal, read_exact_text
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
-from trainer_lib.recipes.tables.table_files import SOURCES, Reader, note_form
+from trainer_lib.recipes.tables.table_files import SOURCES, TRUTH, Reader, note_form
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts
 from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer, load_fast_tokenizer
 
@@ -150,7 +150,7 @@ class QuestionRows(TextRows):
         columns, places = self.table.columns, self.table.places
         given = list(columns[self.label])
         if _NONE in columns:
-            has_none = [str(mark).lower() in ("true", "1", "1.0") for mark in columns[_NONE]]
+            has_none = [bool(TRUTH.get(str(mark).lower())) for mark in columns[_NONE]]
             if unused := sum(map(bool, compress(given, has_none))):
                 what = f"The answers of {counted(unused, 'question')} with '{_NONE}' true are not used"
                 self._warnings.append(f"{what} ({FIELD}.ignore=[{_NONE}] uses them).")

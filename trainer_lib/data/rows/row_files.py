@@ -218,7 +218,8 @@ def _name_cells(header: list[str], values: list[Any], written: list[str]) -> dic
 def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -> Iterator[Raw]:
     """The rows of lines of JSON, or of a file that is one JSON array."""
     buffered = _buffer_text(stream, file)
-    head, encoding = buffered.peek(), reading.encoding_of(buffered.peek())
+    head = buffered.peek()
+    encoding = reading.encoding_of(head)
     lines: Iterator[bytes] = read_lines(buffered)
     if encoding != "utf-8-sig":
         notes.append(f"{file.address} is read with the encoding {encoding}.")

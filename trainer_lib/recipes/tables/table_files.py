@@ -51,7 +51,8 @@ SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", "
 """Ending of a file's name -> "sentences"."""
 SAME = "all rows have the same columns, with null, or an empty cell, where there is no value"
 _AT_ONCE = 10_000  # values that become numbers together
-_TRUTH = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+TRUTH = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
+"""Text of a truth value, in lower case -> its number."""
 _FEW = 50
 """A text column with more different values than this, and than half of its rows, is not a category."""
 
@@ -574,7 +575,7 @@ def _as_number(found: Any, kind: str, name: str, place: str) -> float:
 
 def _as_kind(found: Any, kind: str, name: str, place: str) -> Any:
     if kind == "bool":
-        if (number := _TRUTH.get(str(found).lower())) is None:
+        if (number := TRUTH.get(str(found).lower())) is None:
             raise refuse_row(place, name, f"'{str(found)[:40]}' is neither true nor false, as in the training")
         return number
     if kind.startswith("date:"):
