@@ -17,6 +17,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -209,7 +210,10 @@ class TrialTasks(UnseenTrials):
 
         def follow() -> State[Any]:
             get_run_logger().info("%s", values)
-            return end.result()
+            state = end.result()
+            # The server ignores states older than the last one, and a trial may end before its task runs.
+            state.timestamp = datetime.now(UTC)
+            return state
 
         name = f"trial-{event['trial']}"
         task = Task(follow, name="trial", task_run_name=name, persist_result=False, cache_policy=NO_CACHE)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,12 +20,14 @@ from tests.support import toy
 from tests.support.command import command_words
 from tests.support.command import trainflow as command
 from tests.support.pages import blocks
+from tests.support.prefect_server import wait_for
 from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
 from trainer_lib.launch.settings.gpu_selection import num_cores
-from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.sweeps.sweeping import run_sweep
+from trainflow.flows.sweeps.trial_tasks import run_as_flow
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
 SHIFTED_RECIPE = toy.RECIPE.replace("y = self.linear(x)", "y = self.linear(x) + self.shift").replace(
@@ -192,16 +196,18 @@ UNLUCKY_RECIPE = SLOW_RECIPE.replace(
 WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "sweep.runner=prefect")
 
 
+def _flow_run(spec: PipelineSpec) -> FlowRunFilter:
+    return FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
+
+
 @pytest.mark.timeout(300)
 def test_each_trial_is_a_task(tmp_path: Path, prefect_server: str, capfd: pytest.CaptureFixture[str]) -> None:
     spec = load_spec(sweep_project(tmp_path, recipe=UNLUCKY_RECIPE), (*WORDS, *IN_PROCESS))
     result = run_sweep(spec)
     result.raise_for_error()
     with get_client(sync_client=True) as client:
-        named = FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
-        [run] = client.read_flow_runs(flow_run_filter=named)
-        mine = FlowRunFilter.model_validate({"id": {"any_": [run.id]}})
-        tasks = {each.name: each.state for each in client.read_task_runs(flow_run_filter=mine)}
+        [run] = client.read_flow_runs(flow_run_filter=_flow_run(spec))
+        tasks = {each.name: each.state for each in client.read_task_runs(flow_run_filter=_flow_run(spec))}
     assert run.state is not None
     assert (run.state.name, run.parameters["sweep"]["space"]) == ("Completed", {"train.model.width": [1, 2, 13]})
     assert sorted(tasks) == ["trial-0", "trial-1", "trial-2"]
@@ -214,3 +220,25 @@ def test_each_trial_is_a_task(tmp_path: Path, prefect_server: str, capfd: pytest
             assert (state.name, state.message) == ("Completed", f"test_error {trial.objective[0]:.4g}")
     assert [trial.state for trial in result.trials].count("failed") == 1
     assert "Task run" not in capfd.readouterr().err, "Prefect's log is for its page"
+
+
+def test_a_trial_that_ends_before_its_task_runs_has_ended_for_the_server(tmp_path: Path, prefect_server: str) -> None:
+    spec = load_spec(sweep_project(tmp_path), (SPACE, "sweep.parallel=1"))
+    assert spec.sweep is not None
+
+    def work(trials: Any) -> str:
+        slots = [SimpleNamespace(number=number) for number in range(2)]
+        for slot in slots:
+            trials.begin(slot, {"trial": slot.number, "values": {}})
+        trials.lose(slots[1], "killed")  # one task at a time runs: this one waits for the first
+        time.sleep(0.5)
+        trials.lose(slots[0], "killed")
+        return ""
+
+    run_as_flow(spec, spec.sweep, work, debug=False)
+
+    def states() -> list[str]:
+        with get_client(sync_client=True) as client:
+            return [task.state_name or "" for task in client.read_task_runs(flow_run_filter=_flow_run(spec))]
+
+    wait_for("the ends of both tasks", lambda: states() == ["Crashed"] * 2)
