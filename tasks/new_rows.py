@@ -262,8 +262,8 @@ def _commit(job: RowsJob, lease: Lease) -> StageManifest[NewRowsFacts]:
     entries: list[FileEntry] = []
     rows = errors = 0
     first, id_column = "", None
-    for entry, notes in job.parts().collect():
-        entries.append(entry)
+    for files, notes in job.parts().collect():
+        entries += files
         rows, errors, id_column = rows + int(notes["rows"]), errors + int(notes["errors"]), notes["id_column"]
         first = first or notes.get("first_error", "")
     if errors > (limit := job.asked.max_errors):

@@ -56,6 +56,6 @@ def _predict_parts(
         raise ConfigError(what, field="predict.rows_per_file", value=request.rows_per_file, remedy=remedy)
     parts.forget_damaged()
     launch_shared(request, settings, context, attempt)
-    files = tuple(part.entry for part in parts.collect())
+    files = tuple(file for part in parts.collect() for file in part.files)
     attempt.store.delete_tree(CLAIMS)
     return StageOutput(files, facts=PredictFacts(split.rows, request.split))

@@ -19,7 +19,8 @@ from typing_extensions import override
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.base.suggestions import counted, nearest
 from trainer_lib.data.rows.given_rows import GivenRows, known_columns, longest_first, parse_text, require_column
-from trainer_lib.data.rows.predictions import RowPredictionWriter
+from trainer_lib.data.rows.parts import numbered_parts
+from trainer_lib.data.rows.predictions import write_row_predictions
 from trainer_lib.data.rows.row_files import BadRow, Row, RowReader, read_rows
 from trainer_lib.data.rows.row_sources import FIELD
 from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError, is_out_of_memory
@@ -71,7 +72,8 @@ class _Scoring:
         self._loaded = loaded
         self._size = request.batch_size or loaded.batch_size
         self._known = known_columns(loaded.description.columns)
-        self._writer = RowPredictionWriter(Store.open(request.output, field="--to"), request.key, request.file_format)
+        self._store = Store.open(request.output, field="--to")
+        self._parts = numbered_parts(self._store, request.key, request.file_format)
         self._series = None
         if "new_steps" in loaded.description.info:
             self._series = read_series(request, loaded.description.info)
@@ -86,7 +88,7 @@ class _Scoring:
     def run(self) -> ScoreResult:
         """Write parts until none is left."""
         written = 0
-        with SharedParts(Store.open(self._request.output, field="--to"), self._writer.parts) as shared:
+        with SharedParts(self._store, self._parts) as shared:
             for part in shared:
                 if self._go_to(part) and self._write(part, shared):
                     written += 1
@@ -192,7 +194,8 @@ class _Scoring:
                 columns = {"time": [self._series.times[number] for number in good]} | columns
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                 shown = errors if self._allows_bad else None
-                self._writer.write(part, ids, columns, notes, text_ids=self._form.has_text_ids, errors=shown)
+                is_text = self._form.has_text_ids
+                write_row_predictions(self._parts, part, ids, columns, notes, text_ids=is_text, errors=shown)
             return True
         finally:
             spool.close()

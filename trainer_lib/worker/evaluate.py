@@ -23,7 +23,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.data.rows.parts import SUMS, NumberedParts, row_range, sum_parts
+from trainer_lib.data.rows.parts import SUMS, RangedParts, sum_parts
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
@@ -94,23 +94,22 @@ class RangeEvaluation:
         self._progress.total = sum(map(len, splits.values()))
         before = 0
         for name, split in splits.items():
-            parts, rows = self._parts(name, len(split)), len(split)
-            total = -(-rows // self._request.rows_per_range)
+            parts = self._parts(name, len(split))
             # Each split has claims of its own.
-            with SharedParts(self._store.child(SUMS, name), parts, total=total) as shared:
+            with SharedParts(self._store.child(SUMS, name), parts, total=parts.total) as shared:
                 for part in shared:
-                    start, stop = row_range(part, rows, self._request.rows_per_range)
+                    start, stop = parts.row_range(part)
                     self._progress.begin(before + start, stop - start)
                     found = json.dumps(self._measure(split, start, stop)).encode()
                     if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                         parts.write(part, found, {})
-            before += rows
+            before += len(split)
 
     def metrics(self, name: str, rows: int) -> dict[str, float]:
         """The metrics of a split whose ranges are all finished."""
         loss, items, samples, sums = 0.0, 0, 0, None
         for part in self._parts(name, rows).collect():
-            found = parse_json(self._store.read_bytes(part.entry.path, limit=_LIMIT), dict)
+            found = parse_json(self._store.read_bytes(part.files[0].path, limit=_LIMIT), dict)
             loss, items, samples = loss + found["loss"], items + found["items"], samples + found["samples"]
             sums = sums if found["sums"] is None else self._merged.merge(sums, found["sums"])
         if samples != rows:
@@ -119,7 +118,7 @@ class RangeEvaluation:
         metrics = {key.removeprefix("eval_"): float(value) for key, value in metrics.items()}
         return {"loss": loss / items, **metrics} if items else metrics
 
-    def _parts(self, split: str, rows: int) -> NumberedParts:
+    def _parts(self, split: str, rows: int) -> RangedParts:
         return sum_parts(self._store, split, rows=rows, rows_per_range=self._request.rows_per_range)
 
     def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:

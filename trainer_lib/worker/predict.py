@@ -10,7 +10,8 @@ import numpy as np
 
 from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.given_rows import Reordered, in_order, longest_first, require_column
-from trainer_lib.data.rows.predictions import PredictionWriter
+from trainer_lib.data.rows.parts import RangedParts, split_parts
+from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.evaluation import nested
@@ -37,21 +38,21 @@ def run(work: Work[PredictRequest]) -> PredictResult:
     trainer = build_trainer(work, args, model, [])
     if request.sort_by is not None:
         require_column(split.column_names, request.sort_by, field="predict.sort_by")
-    writer = PredictionWriter(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
-    parts = rows = 0
-    with SharedParts(store, writer.files, total=writer.num_parts) as shared:
+    parts = split_parts(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
+    written = rows = 0
+    with SharedParts(store, parts, total=parts.total) as shared:
         for part in shared:
-            _write(work, writer, part, shared, trainer, split, data, before=rows)
-            start, stop = writer.row_range(part)
-            parts, rows = parts + 1, rows + stop - start
+            _write(work, parts, part, shared, trainer, split, data, before=rows)
+            start, stop = parts.row_range(part)
+            written, rows = written + 1, rows + stop - start
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
-    return PredictResult(parts, rows)
+    return PredictResult(written, rows)
 
 
 def _write(
     work: Work[PredictRequest],
-    writer: PredictionWriter,
+    parts: RangedParts,
     part: int,
     shared: SharedParts,
     trainer: Any,
@@ -61,7 +62,7 @@ def _write(
     before: int,
 ) -> None:
     """Predict a part; `before` rows were predicted here already. Memory holds its outputs, large ones on disk."""
-    start, stop = writer.row_range(part)
+    start, stop = parts.row_range(part)
     column, order = work.request.sort_by, None
     if column is not None:
         order = longest_first([split[row][column] for row in range(start, stop)])
@@ -76,7 +77,7 @@ def _write(
         tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
         columns = work.recipe.prediction_columns(single_output(tree), data)
         if shared.is_ours(part):  # else another worker took it for lost, and writes the same
-            writer.write(part, split.row_ids(start, stop), columns)
+            write_split_predictions(parts, part, split.row_ids(start, stop), columns, split=split.name)
     finally:
         spool.close()
 

@@ -22,7 +22,7 @@ from trainer_lib.base.records import from_record
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.mixture import FIELD, count_sources
 from trainer_lib.data.rows.row_sources import describe_hidden
-from trainer_lib.data.rows.shards import SplitWriter
+from trainer_lib.data.rows.shards import write_split
 from trainer_lib.data.rows.source_parts import (
     FirstColumns,
     SourceParts,
@@ -68,11 +68,13 @@ def run(work: Work[PrepareRequest]) -> PrepareResult | None:
 
         if request.mixture:
             rows = count_sources(rows, request.mixture, name, out.info, request.limit)
-        writer = SplitWriter(store, name, shard_rows=request.shard_rows, allow_nan=request.allow_nan, on_shard=report)
         # The recipe's rows may come from a generator, which a check reads no further, but for the sources of a mixture.
-        most = None if request.mixture else request.limit
-        splits[name] = from_record(PreparedSplit, writer.write(itertools.islice(rows, most)), name=name)
-        files += writer.files
+        rows = itertools.islice(rows, None if request.mixture else request.limit)
+        found, written = write_split(
+            store, name, rows, shard_rows=request.shard_rows, allow_nan=request.allow_nan, on_shard=report
+        )
+        splits[name] = from_record(PreparedSplit, found, name=name)
+        files += written
     files += out.files()
     out.warnings += describe_hidden(request.sources)
     for message in out.info.get("summary", ()):
@@ -87,7 +89,7 @@ def _run_parts(work: Work[PrepareRequest]) -> PrepareResult:
     step, store = work.request.step, Store.open(work.request.output, field="storage")
     if step in ("all", "list"):
         listed = _list(work, store)
-        _parts_of(work, store, listed).forget_damaged(len(listed["sources"]))
+        _parts_of(work, store, listed).forget_damaged(digests=False)  # `_finish` reads the files
     else:
         listed = parse_json(store.read_bytes(SOURCES, limit=_LIMIT))
     parts = _parts_of(work, store, listed)
@@ -114,7 +116,11 @@ def _parts_of(work: Work[PrepareRequest], store: Store, listed: dict[str, Any]) 
     request = work.request
     common = {"shard_rows": request.shard_rows, "allow_nan": request.allow_nan, "limit": request.limit}
     sources = listed["sources"]
-    return SourceParts(store, lambda part: {"source": sources[part], **common}, listed["command"])
+
+    def settings(part: int) -> dict[str, Any]:
+        return {"source": sources[part], **common} if part < len(sources) else {}  # {}: of an earlier, longer list
+
+    return SourceParts(store, settings, listed["command"])
 
 
 def _write_parts(work: Work[PrepareRequest], store: Store, sources: list[Any], parts: SourceParts) -> None:
@@ -122,20 +128,22 @@ def _write_parts(work: Work[PrepareRequest], store: Store, sources: list[Any], p
     columns = FirstColumns(parts, lambda part: _shown(sources[part]))
     with SharedParts(store, parts, total=len(sources)) as shared:
         for part in shared:
-            splits = _write_part(work, store, part, sources[part], report)
+            files, splits = _write_part(work, store, part, sources[part], report)
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                 columns.check(part, splits)
-                parts.write(part, splits)
+                parts.write(part, files, splits)
 
 
-def _write_part(work: Work[PrepareRequest], store: Store, part: int, source: Any, report: _Report) -> dict[str, Any]:
+def _write_part(
+    work: Work[PrepareRequest], store: Store, part: int, source: Any, report: _Report
+) -> tuple[list[FileEntry], dict[str, Any]]:
     request = work.request
     shown = _shown(source)
-    splits = {}
+    files, splits = list[FileEntry](), dict[str, Any]()
     try:
         for split, rows in work.recipe.prepare_shard(source, request.recipe_options()).items():
             report.begin(part)
-            splits[split] = write_rows(
+            splits[split], written = write_rows(
                 store,
                 part,
                 split,
@@ -145,13 +153,14 @@ def _write_part(work: Work[PrepareRequest], store: Store, part: int, source: Any
                 allow_nan=request.allow_nan,
                 on_rows=report.rows,
             )
+            files += written
     except TrainflowError as error:
         if (vanished := vanished_source(error, shown)) is not None:
             raise vanished from error
         if f"source '{shown}" not in error.message:
             error.message = f"{error.message} (source {shown})"
         raise
-    return splits
+    return files, splits
 
 
 class _Report:
@@ -231,17 +240,21 @@ def _put_together(
     """The splits, and the numbers of the parts that are missing or damaged: the splits are whole if there are none."""
     found, lost = dict[str, SplitOfParts](), list[int]()
     report, expected = _Report(work, len(sources)), 0
-    for part, record in parts.read_all(verify=verify):
-        report.put_together(part)
-        lost += range(expected, part if record is not None else part + 1)
-        expected = part + 1
-        for name, split in () if lost or record is None else record.items():
-            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[part]), split)
+    for number, part in parts.read_all(verify=verify):
+        report.put_together(number)
+        lost += range(expected, number if part is not None else number + 1)
+        expected = number + 1
+        if lost or part is None:
+            continue
+        files = iter(part.files)
+        for name, split in part.notes["splits"].items():
+            own = itertools.islice(files, len(split["lengths"]))
+            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[number]), split, own)
     return found, [*lost, *range(expected, len(sources))]
 
 
 def _check_empty(found: dict[str, SplitOfParts]) -> None:
-    """Refuse a split that no source has rows of, as `SplitWriter` does."""
+    """Refuse a split that no source has rows of, as `write_split` does."""
     empty = [name for name, split in found.items() if not split.rows]
     if len(empty) == len(found):
         remedy = "Check the filters in prepare_shard(), and what list_sources() returns."

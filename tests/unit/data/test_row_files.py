@@ -18,7 +18,8 @@ import pytest
 
 from trainer_lib.data.rows.column import Column
 from trainer_lib.data.rows.given_rows import GivenRows, convert_together
-from trainer_lib.data.rows.predictions import RowPredictionWriter, build_table, to_parquet
+from trainer_lib.data.rows.parts import numbered_parts
+from trainer_lib.data.rows.predictions import build_table, to_parquet, write_row_predictions
 from trainer_lib.data.rows.row_files import BadRow, Row, RowReader
 from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.errors import ConfigError, DataError
@@ -307,9 +308,9 @@ def test_lists_of_unequal_lengths_are_a_column() -> None:
 
 
 def test_a_line_is_json_with_null_for_what_json_has_no_number_for(tmp_path: Path) -> None:
-    writer = RowPredictionWriter(Store.open(str(tmp_path)), "key", "jsonl")
+    parts = numbered_parts(Store.open(str(tmp_path)), "key", "jsonl")
     columns: dict[str, Any] = {"v": np.array([[0.1, np.nan], [np.inf, -0.0]]), "word": ["é\n", "\u2028"]}
-    entry = writer.write(0, ["a", None], columns, {}, text_ids=True)
+    entry = write_row_predictions(parts, 0, ["a", None], columns, {}, text_ids=True)
     lines = (tmp_path / entry.path).read_text(encoding="utf-8").split("\n")
     assert [json.loads(line) for line in lines[:-1]] == [
         {"row_id": "a", "v": [0.1, None], "word": "é\n"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 from trainer_lib.data.rows.column import Column
 from trainer_lib.data.rows.given_rows import GivenRows, parse_text
-from trainer_lib.data.rows.predictions import PredictionWriter
-from trainer_lib.data.rows.shards import ArrowSplit, FileCache, SplitWriter
+from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.predictions import write_split_predictions
+from trainer_lib.data.rows.shards import ArrowSplit, FileCache, write_split
 from trainer_lib.data.rows.source_parts import MOST, describe_unusual
 from trainer_lib.errors import ConfigError, DamagedError, DataError, InfrastructureError
 from trainer_lib.storage import Store
@@ -28,10 +30,8 @@ Row = Mapping[str, Any]
 def write(folder: str | Path, rows: Any, **options: Any) -> dict[str, Any]:
     """Write a split called "train" and describe it as a request does."""
     store = Store.open(folder)
-    writer = SplitWriter(store, "train", **options)
-    splits = {"train": writer.write(rows)}
-    files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in writer.files]
-    return {"url": store.url, "splits": splits, "info": {}, "files": files}
+    split, files = write_split(store, "train", rows, **options)
+    return {"url": store.url, "splits": {"train": split}, "info": {}, "files": list(map(asdict, files))}
 
 
 def equal(left: Any, right: Any) -> bool:
@@ -117,7 +117,7 @@ def test_an_empty_split_or_one_without_a_name_is_refused(tmp_path: Path) -> None
             write(tmp_path, rows)
     for name in ("", "../up", "a/b", ".hidden", "a b"):
         with pytest.raises(DataError, match="cannot be the name of a split"):
-            SplitWriter(Store.open(tmp_path), name)
+            write_split(Store.open(tmp_path), name, [{"x": 1}])
 
 
 @pytest.mark.parametrize(
@@ -204,8 +204,8 @@ def test_other_settings_and_a_record_cut_short_mean_unfinished(tmp_path: Path) -
     write(tmp_path, Rows(), shard_rows=7)
     again = write(tmp_path, Rows(), shard_rows=10)
     assert [ArrowSplit(again, "train")[row]["x"] for row in range(25)] == list(range(25))
-    record = tmp_path / "records/data/train/00001.arrow.json"
-    for text in ("", "{", "[]", '{"file": {}}'):
+    record = tmp_path / "records/data/train/000000/00000001.json"
+    for text in ("", "{", "[]", '{"files": [{}]}'):
         record.write_text(text)
         assert len(ArrowSplit(write(tmp_path, Rows(), shard_rows=10), "train")) == 25
 
@@ -270,18 +270,18 @@ def test_any_rows_come_back(tmp_path_factory: pytest.TempPathFactory, rows: list
 
 
 def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
-    parts = PredictionWriter(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
-    assert [parts.row_range(part) for part in range(parts.num_parts)] == [(0, 10), (10, 20), (20, 25)]
-    writer = PredictionWriter(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
+    parts = split_parts(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
+    assert [parts.row_range(part) for part in range(parts.total)] == [(0, 10), (10, 20), (20, 25)]
+    parts = split_parts(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
     columns: dict[str, Any] = {
         "prediction": np.array([1, 2, 3]),
         "label": ["a", "b", "c"],
         "scores": list(np.ones((3, 2), np.float32)),
         "boxes": np.zeros((3, 2, 4)),
     }
-    assert not writer.files.is_finished(0)
-    entry = writer.write(0, np.array([7, 8, 9]), columns)
-    assert [part.entry for part in writer.files.collect()] == [entry]
+    assert not parts.is_finished(0)
+    entry = write_split_predictions(parts, 0, np.array([7, 8, 9]), columns, split="test")
+    assert [part.files for part in parts.collect()] == [(entry,)]
     table = pq.read_table(tmp_path / entry.path).to_pydict()
     assert (table["row_id"], table["prediction"], table["label"]) == ([7, 8, 9], [1, 2, 3], ["a", "b", "c"])
     assert table["scores"] == [[1.0, 1.0]] * 3
@@ -290,19 +290,19 @@ def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
 
 def test_a_damaged_or_differently_cut_part_counts_as_unfinished(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    writer = PredictionWriter(store, "test", rows=5, rows_per_file=5)
-    entry = writer.write(0, np.arange(5), {"p": np.arange(5)})
-    assert not PredictionWriter(store, "test", rows=5, rows_per_file=2).files.is_finished(0)
+    parts = split_parts(store, "test", rows=5, rows_per_file=5)
+    entry = write_split_predictions(parts, 0, np.arange(5), {"p": np.arange(5)}, split="test")
+    assert not split_parts(store, "test", rows=5, rows_per_file=2).is_finished(0)
     content = (tmp_path / entry.path).read_bytes()
     (tmp_path / entry.path).write_bytes(content[:-1])
-    assert not writer.files.is_finished(0)
+    assert not parts.is_finished(0)
     with pytest.raises(InfrastructureError, match="Parts of the result are missing"):
-        list(writer.files.collect())
+        list(parts.collect())
     # A bit that changed shows only in the digest, which the process that starts the others compares.
     (tmp_path / entry.path).write_bytes(content[:-1] + b"?")
-    assert writer.files.is_finished(0)
-    writer.files.forget_damaged()
-    assert writer.files.list_finished(0) == set()
+    assert parts.is_finished(0)
+    parts.forget_damaged()
+    assert parts.list_finished(0) == set()
 
 
 @pytest.mark.parametrize(
@@ -314,9 +314,9 @@ def test_a_damaged_or_differently_cut_part_counts_as_unfinished(tmp_path: Path) 
     ],
 )
 def test_columns_that_cannot_be_written_are_named(tmp_path: Path, columns: dict[str, Any], what: str) -> None:
-    writer = PredictionWriter(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
+    parts = split_parts(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
     with pytest.raises(DataError, match=what):
-        writer.write(0, np.arange(3), columns)
+        write_split_predictions(parts, 0, np.arange(3), columns, split="test")
     assert not (tmp_path / "predictions").exists()
 
 

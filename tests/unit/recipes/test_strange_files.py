@@ -16,10 +16,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer_lib.data.rows.predictions import PredictionWriter
+from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.row_files import RowReader
 from trainer_lib.data.rows.row_sources import describe_hidden, find_row_files
-from trainer_lib.data.rows.shards import ArrowSplit, SplitWriter
+from trainer_lib.data.rows.shards import ArrowSplit, write_split
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
@@ -167,14 +168,12 @@ IDS = {
 def predict(folder: Path, split: str, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Store rows, and write the column x of them as if it were a prediction."""
     store = Store.open(folder)
-    writer = SplitWriter(store, split)
-    splits = {split: writer.write(rows)}
-    kept = ArrowSplit({"url": store.url, "files": list(map(asdict, writer.files)), "splits": splits}, split)
-    numbers = {"x": [row["x"] for row in rows]}
-    predictions = PredictionWriter(store, split, rows=len(rows), rows_per_file=99)
-    entry = predictions.write(0, kept.row_ids(0, len(kept)), numbers)
-    found: list[dict[str, Any]] = pq.read_table(folder / entry.path).to_pylist()
-    return found
+    splits, files = write_split(store, split, rows)
+    kept = ArrowSplit({"url": store.url, "files": list(map(asdict, files)), "splits": {split: splits}}, split)
+    parts = split_parts(store, split, rows=len(rows), rows_per_file=99)
+    columns = {"x": [row["x"] for row in rows]}
+    entry = write_split_predictions(parts, 0, kept.row_ids(0, len(kept)), columns, split=split)
+    return pq.read_table(folder / entry.path).to_pylist()  # type: ignore[no-any-return]
 
 
 KINDS = ["csv", "jsonl", "parquet"]

@@ -222,7 +222,7 @@ def test_a_source_with_other_columns_ends_the_preparation_at_once(
 def test_a_worker_compares_its_columns_with_those_of_others(tmp_path: Path) -> None:
     def written(columns: dict[str, str]) -> dict[str, Any]:
         rows = 1 if columns else 0
-        return {"rows": rows, "files": [], "lengths": [], "columns": columns, "own_ids": False, "statistics": {}}
+        return {"rows": rows, "lengths": [], "columns": columns, "own_ids": False, "statistics": {}}
 
     store = Store.open(tmp_path)
     parts = SourceParts(store, lambda part: {"source": part})
@@ -230,8 +230,8 @@ def test_a_worker_compares_its_columns_with_those_of_others(tmp_path: Path) -> N
     x, y = {"x": "int64"}, {"x": "float64"}
     ours.check(2, {"train": written(x), "test": written(x)})  # nothing is finished
     ours.check(4, {"train": written(x)})
-    parts.write(0, {"train": written(x), "test": written({})})
-    parts.write(1, {"train": written(x), "test": written(y)})
+    parts.write(0, [], {"train": written(x), "test": written({})})
+    parts.write(1, [], {"train": written(x), "test": written(y)})
     ours.check(5, {"train": written(x)})
     with pytest.raises(DataError, match="split 'test' differ in column 'x': float64 in 1, int64 in 6"):
         ours.check(6, {"train": written(x), "test": written(x)})

@@ -5,14 +5,13 @@
     str, bytes                           large_string, large_binary        str, bytes
     1-D array, list of numbers           large_list of the dtype           1-D array, any length
     list of texts                        large_list of large_string        list of str, any length
-    array of 2 or more dimensions        fixed-size list, shape noted      array of that shape
+    array of 2 or more dimensions        fixed-size list                   array of that shape
 
 No value loses precision: a list of Python floats is float64. Every error names the split, the row and the column.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from operator import is_
@@ -21,37 +20,26 @@ from typing import Any, NoReturn
 import numpy as np
 import pyarrow as pa
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.data.rows.column import TEXT, Column
 from trainer_lib.errors import DataError
 
 ROW_ID = "row_id"
-_NOTE = b"trainflow"
 _MISSING = object()
 
 
-def arrow_field(name: str, column: Column) -> pa.Field:
-    """The Arrow field of a column; its metadata holds what Arrow's type does not express."""
+def _arrow_type(column: Column) -> pa.DataType:
     # large_*: the plain types end at 2 GiB in one column.
-    plain = {"string": pa.large_string(), "bytes": pa.large_binary()}.get(column.kind)
     if column.has_texts:
-        plain = pa.large_list(pa.large_string())
-    elif plain is None:
-        # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
-        stored = "uint8" if column.dtype == "bool" and column.kind != "scalar" else column.dtype
-        plain = pa.from_numpy_dtype(np.dtype(stored))
-    if column.kind == "list" and not column.has_texts:
-        plain = pa.large_list(plain)
-    elif column.kind == "array":
-        plain = pa.list_(plain, int(np.prod(column.shape)))
-    note = json.dumps({"kind": column.kind, "dtype": column.dtype, "shape": list(column.shape)})
-    return pa.field(name, plain, nullable=False, metadata={_NOTE: note.encode()})
-
-
-def column_of(field: pa.Field) -> Column:
-    """The column whose `arrow_field` this is."""
-    note = parse_json((field.metadata or {})[_NOTE])
-    return Column(note["kind"], note["dtype"], tuple(note["shape"]))
+        return pa.large_list(pa.large_string())
+    if column.kind in ("string", "bytes"):
+        return pa.large_string() if column.kind == "string" else pa.large_binary()
+    # Arrow packs booleans into bits, which NumPy cannot map: arrays store a byte per boolean.
+    stored = pa.from_numpy_dtype(
+        np.dtype("uint8" if column.dtype == "bool" and column.kind != "scalar" else column.dtype)
+    )
+    if column.kind == "scalar":
+        return stored
+    return pa.large_list(stored) if column.kind == "list" else pa.list_(stored, int(np.prod(column.shape)))
 
 
 class Schema:
@@ -65,7 +53,8 @@ class Schema:
     def __init__(self, columns: Mapping[str, Column], split: str) -> None:
         self.columns = dict(columns)
         self._split = split
-        self.arrow = pa.schema([arrow_field(name, column) for name, column in self.columns.items()])
+        fields = [pa.field(name, _arrow_type(column), nullable=False) for name, column in self.columns.items()]
+        self.arrow = pa.schema(fields)
 
     @classmethod
     def infer(cls, rows: Sequence[Mapping[str, Any]], split: str) -> Schema:
@@ -87,9 +76,13 @@ class Schema:
         return cls(columns, split)
 
     @classmethod
-    def of_arrow(cls, schema: pa.Schema, split: str) -> Schema:
-        """The schema that a shard stores."""
-        return cls({field.name: column_of(field) for field in schema}, split)
+    def parse(cls, texts: Mapping[str, str], split: str) -> Schema:
+        """The schema that `to_texts` gives."""
+        return cls({name: Column.parse(text) for name, text in texts.items()}, split)
+
+    def to_texts(self) -> dict[str, str]:
+        """The columns with their types as texts."""
+        return {name: str(column) for name, column in self.columns.items()}
 
     def batch(
         self, rows: Sequence[Mapping[str, Any]], first_row: int, *, allow_nan: bool, first_id: int | None = None

@@ -17,103 +17,68 @@ import pyarrow.parquet as pq
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.columns import ROW_ID
-from trainer_lib.data.rows.parts import ERROR, numbered_parts, row_range, split_parts
+from trainer_lib.data.rows.parts import ERROR, NumberedParts, RangedParts
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 
 Values = Sequence[Any] | np.ndarray  # one per row
 
 
-class PredictionWriter:
-    """Writes the predictions for one split.
+def write_split_predictions(
+    parts: RangedParts, part: int, row_ids: np.ndarray, columns: Mapping[str, Values], *, split: str
+) -> FileEntry:
+    """Write a part of a split's predictions.
 
     Args:
-        store: the stage's folder.
-        split: name of the split.
-        rows: number of rows in the split.
-        rows_per_file: rows per part; the last part may have fewer.
+        row_ids: int64 or texts ``[rows]``.
+        columns: name -> one value per row, such as an array ``[rows, …]``.
+        split: name of the split, for errors.
+
+    Raises:
+        DataError: a column is called row_id, cannot be stored, or has another number of rows.
     """
-
-    def __init__(self, store: Store, split: str, *, rows: int, rows_per_file: int = 10_000) -> None:
-        self._split = split
-        self._rows = rows
-        self._rows_per_file = rows_per_file
-        self.files = split_parts(store, split, rows=rows, rows_per_file=rows_per_file)
-
-    @property
-    def num_parts(self) -> int:
-        """Number of parts."""
-        return -(-self._rows // self._rows_per_file)
-
-    def row_range(self, part: int) -> tuple[int, int]:
-        """The rows [start, stop) of a part."""
-        return row_range(part, self._rows, self._rows_per_file)
-
-    def write(self, part: int, row_ids: np.ndarray, columns: Mapping[str, Values]) -> FileEntry:
-        """Write a part.
-
-        Args:
-            row_ids: int64 or texts ``[rows]``.
-            columns: name -> one value per row, such as an array ``[rows, …]``.
-
-        Raises:
-            DataError: a column is called row_id, cannot be stored, or has another number of rows.
-        """
-        start, stop = self.row_range(part)
-        ids = pa.array(row_ids, type=pa.string() if row_ids.dtype == object else pa.int64())
-        table = build_table(ids, columns, rows=stop - start, of=f"split '{self._split}'")
-        return self.files.write(part, to_parquet(table), {})
+    start, stop = parts.row_range(part)
+    ids = pa.array(row_ids, type=pa.string() if row_ids.dtype == object else pa.int64())
+    table = build_table(ids, columns, rows=stop - start, of=f"split '{split}'")
+    return parts.write(part, to_parquet(table), {})
 
 
-class RowPredictionWriter:
-    """Writes numbered parts.
+def write_row_predictions(
+    parts: NumberedParts,
+    part: int,
+    row_ids: Sequence[int | str | None],
+    columns: Mapping[str, Values],
+    notes: Mapping[str, Any],
+    *,
+    text_ids: bool,
+    errors: Sequence[str | None] | None = None,
+) -> FileEntry:
+    """Write a part of the predictions of new rows, as Parquet or lines of JSON by the ending of its name.
 
     Args:
-        store: the folder; parts lie in its `predictions`.
-        key: digest of all that decides the predictions: a part of another key is written again.
-        format: "parquet" or "jsonl".
+        row_ids: ``[rows]``, all of one type; None: the id of a bad row is not known.
+        columns: name -> one value per good row, such as an array ``[rows, …]``.
+        notes: what the process that commits the parts has to know.
+        text_ids: the ids are texts, not integers.
+        errors: ``[rows]``, a text for a bad row and None for a good one, as a column; None: no such column.
+
+    Raises:
+        DataError: a column is called row_id or error, cannot be stored, or has another number of rows.
     """
-
-    def __init__(self, store: Store, key: str, format: str) -> None:
-        self.parts = numbered_parts(store, key, format)
-        self._format = format
-
-    def write(
-        self,
-        part: int,
-        row_ids: Sequence[int | str | None],
-        columns: Mapping[str, Values],
-        notes: Mapping[str, Any],
-        *,
-        text_ids: bool,
-        errors: Sequence[str | None] | None = None,
-    ) -> FileEntry:
-        """Write a part.
-
-        Args:
-            row_ids: ``[rows]``, all of one type; None: the id of a bad row is not known.
-            columns: name -> one value per good row, such as an array ``[rows, …]``.
-            notes: what the process that commits the parts has to know.
-            text_ids: the ids are texts, not integers.
-            errors: ``[rows]``, a text for a bad row and None for a good one, as a column; None: no such column.
-
-        Raises:
-            DataError: a column is called row_id or error, cannot be stored, or has another number of rows.
-        """
-        try:
-            ids = pa.array(row_ids, type=pa.string() if text_ids else pa.int64())
-        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-            raise DataError(
-                f"The ids of the rows are not all texts, or all integers of 64 bits ({error}).",
-                field="--id",
-                remedy="Give every row an id of one type.",
-            ) from error
-        if errors is None:
-            table = build_table(ids, columns, rows=len(row_ids), of="new rows")
-        else:
-            table = _build_with_errors(ids, columns, errors)
-        data = to_parquet(table) if self._format == "parquet" else _to_json_lines(table)
-        return self.parts.write(part, data, notes)
+    try:
+        ids = pa.array(row_ids, type=pa.string() if text_ids else pa.int64())
+    except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
+        raise DataError(
+            f"The ids of the rows are not all texts, or all integers of 64 bits ({error}).",
+            field="--id",
+            remedy="Give every row an id of one type.",
+        ) from error
+    if errors is None:
+        table = build_table(ids, columns, rows=len(row_ids), of="new rows")
+    else:
+        table = _build_with_errors(ids, columns, errors)
+    data = to_parquet(table) if parts.path(part).endswith(".parquet") else _to_json_lines(table)
+    return parts.write(part, data, notes)
 
 
 def _build_with_errors(ids: pa.Array, columns: Mapping[str, Values], errors: Sequence[str | None]) -> pa.Table:

@@ -1,13 +1,12 @@
 """Writes prepared data: splits as Arrow shards of a fixed number of rows, so that a crash costs one shard.
 
 ``data/<split>/00000.arrow`` is an uncompressed Arrow IPC file with one record batch. A reader maps it and reads single
-rows. ``records/data/<split>/00000.arrow.json`` records that the shard is finished. A run that is repeated under the
+rows. A record (`trainer_lib.data.rows.parts`) says that the shard is finished. A run that is repeated under the
 same key keeps the finished shards whose digest still holds, and writes the others.
 """
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import fcntl
 import itertools
@@ -23,9 +22,9 @@ import numpy as np
 import pyarrow as pa
 
 from trainer_lib.data.rows.column import TEXT, Column
-from trainer_lib.data.rows.columns import ROW_ID, Schema, column_of
+from trainer_lib.data.rows.columns import ROW_ID, Schema
 from trainer_lib.data.rows.mixture import INFO, Mixture
-from trainer_lib.data.rows.parts import find_finished_part, record_part
+from trainer_lib.data.rows.parts import NumberedParts
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.storage import FileEntry, Store
 
@@ -177,7 +176,8 @@ class ArrowSplit:
         getters = self._opened.get(shard)
         if getters is None:
             batch = self._map_batch(shard)
-            getters = {field.name: _create_getter(batch.column(field.name), column_of(field)) for field in batch.schema}
+            types = {name: Column.parse(kind) for name, kind in self._columns.items()}
+            getters = {name: _create_getter(batch.column(name), column) for name, column in types.items()}
             self._opened[shard] = getters
         return getters
 
@@ -248,8 +248,18 @@ def to_arrow_file(batch: pa.RecordBatch) -> bytes:
     return bytes(sink.getvalue().to_pybytes())
 
 
-class SplitWriter:
-    """Writes one split.
+def write_split(
+    store: Store,
+    split: str,
+    rows: Iterable[Mapping[str, Any]],
+    *,
+    shard_rows: int = 10_000,
+    allow_nan: bool = False,
+    on_shard: Callable[[int], None] = lambda rows: None,
+) -> tuple[dict[str, Any], list[FileEntry]]:
+    """Write all rows of a split; return ``{"rows", "shards": [paths], "columns": {name: type}}`` and its files.
+
+    The rows of finished shards are read from the iterable and dropped, so it must give the same rows every time.
 
     Args:
         store: the stage's folder.
@@ -258,71 +268,34 @@ class SplitWriter:
         allow_nan: store NaN and infinite values instead of refusing them.
         on_shard: called with the number of rows so far after every shard.
 
-    Attributes:
-        files: the shards, written or kept, in order.
+    Raises:
+        DataError: there are no rows, a row does not have the type of the first ones, or a value is NaN or infinite.
     """
-
-    def __init__(
-        self,
-        store: Store,
-        split: str,
-        *,
-        shard_rows: int = 10_000,
-        allow_nan: bool = False,
-        on_shard: Callable[[int], None] = lambda rows: None,
-    ) -> None:
-        check_split_name(split)
-        self._store = store
-        self._split = split
-        self._shard_rows = shard_rows
-        self._allow_nan = allow_nan
-        self._on_shard = on_shard
-        self._schema: Schema | None = None
-        self.files: list[FileEntry] = []
-
-    def write(self, rows: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """Write all rows; return ``{"rows", "shards": [paths], "columns": {name: type}}``.
-
-        The rows of finished shards are read from the iterable and dropped, so it must give the same rows every time.
-
-        Raises:
-            DataError: there are no rows, a row does not have the type of the first ones, or a value is NaN or infinite.
-        """
-        source = iter(rows)
-        total = 0
-        for number in itertools.count():
-            chunk = list(itertools.islice(source, self._shard_rows))
-            if not chunk:
-                break
-            self.files.append(self._write_shard(number, chunk, total))
-            total += len(chunk)
-            self._on_shard(total)
-        if self._schema is None:
-            raise DataError(
-                f"The split '{self._split}' is empty.",
-                field="prepare",
-                value=self._split,
-                remedy="Check the filters and sources in prepare(); leave the split out if it is not needed.",
-            )
-        columns = {name: str(column) for name, column in self._schema.columns.items()}
-        return {"rows": total, "shards": [entry.path for entry in self.files], "columns": columns}
-
-    def _write_shard(self, number: int, chunk: list[Mapping[str, Any]], first_row: int) -> FileEntry:
-        path = f"data/{self._split}/{number:05d}.arrow"
-        settings = {"first_row": first_row, "rows": len(chunk), "allow_nan": self._allow_nan}
-        found = find_finished_part(self._store, path, settings)
-        if found is not None:
-            if self._schema is None:
-                # The schema of the first run: rows that are read now must fit the shards that are there.
-                stored = pa.ipc.read_schema(pa.py_buffer(base64.b64decode(found.notes["schema"])))
-                self._schema = Schema.of_arrow(stored, self._split)
-            return found.entry
-        if self._schema is None:
-            self._schema = Schema.infer(chunk, self._split)
-        batch = self._schema.batch(chunk, first_row, allow_nan=self._allow_nan)
-        # One write, so that a killed run leaves a whole shard or none.
-        entry = self._store.write_bytes(path, to_arrow_file(batch))
-        schema = base64.b64encode(self._schema.arrow.serialize().to_pybytes()).decode()
-        # After the file: a record without its file would count as finished.
-        record_part(self._store, entry, settings, {"schema": schema})
-        return entry
+    check_split_name(split)
+    settings = {"shard_rows": shard_rows, "allow_nan": allow_nan}
+    shards = NumberedParts(store, f"data/{split}", "{:05d}.arrow", lambda part: settings)
+    source, files, total = iter(rows), list[FileEntry](), 0
+    schema: Schema | None = None
+    for number in itertools.count():
+        if not (chunk := list(itertools.islice(source, shard_rows))):
+            break
+        found = shards.find(number, digests=True)
+        if found is not None and found.notes.get("rows") == len(chunk):
+            # The columns of the first run: rows that are read now must fit the shards that are there.
+            schema = schema or Schema.parse(found.notes["columns"], split)
+            files += found.files
+        else:
+            schema = schema or Schema.infer(chunk, split)
+            notes = {"rows": len(chunk), "columns": schema.to_texts()}
+            data = to_arrow_file(schema.batch(chunk, total, allow_nan=allow_nan))
+            files.append(shards.write(number, data, notes))
+        total += len(chunk)
+        on_shard(total)
+    if schema is None:
+        raise DataError(
+            f"The split '{split}' is empty.",
+            field="prepare",
+            value=split,
+            remedy="Check the filters and sources in prepare(); leave the split out if it is not needed.",
+        )
+    return {"rows": total, "shards": [entry.path for entry in files], "columns": schema.to_texts()}, files

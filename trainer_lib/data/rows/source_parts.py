@@ -8,12 +8,10 @@ Rows without ids of their own get ``source << 32 | row``, so ids keep the order 
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import itertools
-import json
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,10 +19,9 @@ import numpy.typing as npt
 import pyarrow as pa
 import pyarrow.compute as pc
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.data.rows.columns import ROW_ID, Schema
-from trainer_lib.data.rows.parts import PartRecords
+from trainer_lib.data.rows.parts import Part, Parts
 from trainer_lib.data.rows.shards import check_split_name, to_arrow_file
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
@@ -92,12 +89,10 @@ def _merge_two(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, An
     return {name: merged[name] for name in one if name in merged}
 
 
-_FOLDER = "parts"
-_LIMIT = 64 << 20
 ID_BITS = 32
 
 
-class SourceParts:
+class SourceParts(Parts):
     """The finished parts of one job.
 
     Files are compared with their digests once, before the commit, and only those that an earlier command wrote: a
@@ -110,80 +105,28 @@ class SourceParts:
     """
 
     def __init__(self, store: Store, settings: Callable[[int], Mapping[str, Any]], command: str = "") -> None:
-        self._store = store
-        self._settings = settings
+        super().__init__(store, "parts", settings)
         self._command = command
-        self._records = PartRecords(store, _FOLDER)
 
-    def list_finished(self, block: int) -> set[int]:
-        """The numbers of a block's parts that have a record."""
-        return self._records.list_block(block)
+    def write(self, part: int, files: Sequence[FileEntry], splits: Mapping[str, Any]) -> None:
+        """Record that a part is finished, with the facts and the files of its splits, in one order."""
+        self.record(part, files, {"command": self._command, "splits": splits})
 
-    def is_finished(self, part: int) -> bool:
-        """Whether a part is recorded, from these settings."""
-        return self.read(part) is not None
-
-    def read(self, part: int) -> dict[str, Any] | None:
-        """The record of a finished part: split -> rows, files, lengths, columns, own_ids, statistics; else None."""
-        record = self._load(part)
-        return None if record is None else record["splits"]
-
-    def write(self, part: int, splits: Mapping[str, Any]) -> None:
-        """Record that a part is finished."""
-        record = {"settings": self._settings(part), "command": self._command, "splits": splits}
-        self._records.write(part, json.dumps(record).encode())
-
-    def read_all(self, *, verify: bool = False) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    def read_all(self, *, verify: bool = False) -> Iterator[tuple[int, Part | None]]:
         """The numbers and the records of finished parts, in order, read some at a time.
 
         Args:
             verify: read the files of earlier commands; a part that is not intact comes as None and loses its record.
         """
-        return self._records.look_at_all(self._verify if verify else self.read)
+        return self.look_at_all(self._verify if verify else self.read)
 
-    def forget_damaged(self, total: int) -> None:
-        """Remove the records of parts whose files are absent or too short, before workers start.
-
-        It reads no file: `read_all` finds the others.
-        """
-
-        def look(part: int) -> None:
-            record = self.read(part) if part < total else None
-            if record is None or not self._is_intact(record, compare_digests=False):
-                self._records.delete(part)
-
-        for _ in self._records.look_at_all(look):
-            pass
-
-    def _load(self, part: int) -> dict[str, Any] | None:
-        data = self._records.read(part, limit=_LIMIT)
-        if data is None:
-            return None
-        try:
-            record: dict[str, Any] = parse_json(data)
-            return record if record["settings"] == self._settings(part) and "splits" in record else None
-        except (ValueError, KeyError, TypeError):
-            return None
-
-    def _verify(self, part: int) -> dict[str, Any] | None:
-        record = self._load(part)
-        if record is not None and (
-            record.get("command") == self._command or self._is_intact(record["splits"], compare_digests=True)
-        ):
-            splits: dict[str, Any] = record["splits"]
-            return splits
-        self._records.delete(part)
-        return None
-
-    def _is_intact(self, splits: Mapping[str, Any], *, compare_digests: bool) -> bool:
-        store = self._store
-        return all(
-            store.exists(entry.path)
-            and store.size(entry.path) == entry.size
-            and (not compare_digests or store.digest(entry.path) == entry.sha256)
-            for split in splits.values()
-            for entry in (FileEntry(**file) for file in split["files"])
-        )
+    def _verify(self, part: int) -> Part | None:
+        found = self.read(part)
+        if found is not None and found.notes["command"] != self._command:
+            found = self.find(part, digests=True)
+        if found is None:
+            self.forget(part)
+        return found
 
 
 def write_rows(
@@ -196,8 +139,8 @@ def write_rows(
     shard_rows: int,
     allow_nan: bool,
     on_rows: Callable[[int], None],
-) -> dict[str, Any]:
-    """Write the rows that a source has of a split, perhaps none; return what the part's record holds of it.
+) -> tuple[dict[str, Any], list[FileEntry]]:
+    """Write the rows that a source has of a split, perhaps none; return what the part's record has of it, and files.
 
     Args:
         source: the source as text, for errors.
@@ -226,15 +169,8 @@ def write_rows(
         rows_so_far += len(chunk)
         statistics = merge([statistics, describe(batch)])
         on_rows(rows_so_far)
-    columns = {} if schema is None else schema.columns
-    return {
-        "rows": rows_so_far,
-        "files": [*map(dataclasses.asdict, entries)],
-        "lengths": lengths,
-        "columns": {name: str(column) for name, column in columns.items()},
-        "own_ids": has_ids,
-        "statistics": statistics,
-    }
+    facts = {"rows": rows_so_far, "lengths": lengths, "own_ids": has_ids, "statistics": statistics}
+    return {**facts, "columns": {} if schema is None else schema.to_texts()}, entries
 
 
 class SplitOfParts:
@@ -258,8 +194,8 @@ class SplitOfParts:
         self._name = name
         self._first = ""
 
-    def add(self, source: str, part: Mapping[str, Any]) -> None:
-        """Add the record of a part, which `source` (a text) was made from; one without rows changes nothing.
+    def add(self, source: str, part: Mapping[str, Any], files: Iterable[FileEntry]) -> None:
+        """Add what a part has of the split, made from `source` (a text); one without rows changes nothing.
 
         Raises:
             DataError: its columns are not those of the first part; the error names both sources.
@@ -270,7 +206,7 @@ class SplitOfParts:
             self._first, self.columns = source, dict(part["columns"])
         check_columns(self._name, self._first, self.columns, source, part["columns"])
         self.rows += part["rows"]
-        self.files += [FileEntry(**entry) for entry in part["files"]]
+        self.files += files
         self.lengths += part["lengths"]
         self.statistics = merge([self.statistics, part["statistics"]])
         self.has_own_ids |= part["own_ids"]
@@ -305,10 +241,10 @@ class FirstColumns:
             check_columns(name, self._show(first), expected, self._show(part), columns)
 
     def _read_next(self) -> None:
-        record = self._parts.read(self._next)
-        if record is None:
+        part = self._parts.read(self._next)
+        if part is None:
             return  # another worker is working on it
-        for name, split in record.items():
+        for name, split in part.notes["splits"].items():
             if split["rows"] and name not in self._read:
                 self._found[name] = (self._next, split["columns"])
                 self._read.add(name)
