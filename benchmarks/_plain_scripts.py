@@ -9,8 +9,8 @@ import torch
 
 from benchmarks._recipe_jobs import Job
 from trainer_lib.recipes.embeddings import find_ranks
-from trainer_lib.recipes.shared.held_out_metrics import measure_forecasts
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
+from trainer_lib.recipes.time_series_forecasting import measure_forecasts
 
 _SCALE = 20.0  # of cosines, as sentence-transformers has it
 

@@ -29,7 +29,6 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
 from trainer_lib.recipes.shared.model_places import (
     DTYPES,
     ENDS,
@@ -87,6 +86,7 @@ DEFAULTS: dict[str, Any] = {
     "isolate": "positions",  # keeps documents of a row apart; or mask
 }
 """Every option of `prepare`, with its default."""
+_MOST_NATS = 700.0  # whose exponential is still a number
 
 
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
@@ -202,6 +202,29 @@ class Trainer(PlainTrainer):
         return None, found, None
 
 
+def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
+    """Perplexity of texts, and that of the tokens' own frequencies in these texts (a unigram model).
+
+    `nats_below_unigram` is what the model is better by, per token; perplexities are the exponentials.
+
+    Args:
+        predictions: ``[rows, 2]``: the negative log-likelihoods of the rows' targets together, and their number.
+        labels: tokens ``[rows, tokens]``, negative where there is no target.
+    """
+    nats, targets = np.asarray(predictions, np.float64).sum(axis=0)
+    tokens, texts = np.asarray(labels), np.asarray(labels if whole is None else whole)
+    counts = np.bincount(texts[texts >= 0])
+    logs = np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
+    mean, unigram = nats / max(targets, 1), float(-logs[tokens[tokens >= 0]].sum() / max((tokens >= 0).sum(), 1))
+    return {
+        "perplexity": float(np.exp(min(mean, _MOST_NATS))),
+        "nats_per_token": float(mean),
+        "unigram_perplexity": float(np.exp(unigram)),
+        "nats_below_unigram": float(unigram - mean),
+        "tokens": float(targets),
+    }
+
+
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure the perplexity, and compare it with that of the rows' own frequencies of tokens."""
     return measure_tokens(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
@@ -222,7 +245,7 @@ def describe_likelihoods(predictions: np.ndarray) -> dict[str, Sequence[Any]]:
     """The columns of rows ``[rows, 2]``: their negative log-likelihood, and the targets."""
     nats, targets = predictions[:, :2].astype(np.float64).T
     mean = nats / np.maximum(targets, 1)
-    perplexity = np.exp(np.minimum(mean, 700))
+    perplexity = np.exp(np.minimum(mean, _MOST_NATS))
     return {"tokens": targets.astype(np.int64), "nats_per_token": mean, "perplexity": perplexity}
 
 

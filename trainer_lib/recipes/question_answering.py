@@ -31,13 +31,12 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.shared.model_places import MODEL, build_with_head
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose
 from trainer_lib.recipes.tables.cells import parse_literal, read_exact_text
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import SOURCES, TRUTH, Reader, note_form
-from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts
+from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts, find_usual
 from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer, load_fast_tokenizer
 
 if TYPE_CHECKING:

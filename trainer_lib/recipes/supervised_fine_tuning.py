@@ -37,8 +37,7 @@ from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
-from trainer_lib.recipes.causal_language_modeling import describe_likelihoods
-from trainer_lib.recipes.shared.held_out_metrics import measure_tokens
+from trainer_lib.recipes.causal_language_modeling import describe_likelihoods, measure_tokens
 from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form

@@ -19,6 +19,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,7 +30,6 @@ from torch import Tensor, nn
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.shared.held_out_metrics import measure_forecasts
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
 from trainer_lib.recipes.tables.rows import describe_rounding
 from trainer_lib.recipes.tables.splitting import form_of_digits, has_zone, read_times, require_shares
@@ -107,12 +107,14 @@ class SeriesTable:
         for row, name in enumerate(self._names()):
             rows_of.setdefault(name, []).append(row)
         ordered = {name: self._ordered(times, rows) for name, rows in rows_of.items()}
-        self._to_come = {row for rows in ordered.values() for row in self._last_without(targets, rows)}
+        has_target = ~np.isnan(self._values[:, :targets]).all(axis=1)
+        last = (rows[max(np.flatnonzero(has_target[rows]), default=-1) + 1 :] for rows in ordered.values())
+        self._to_come = {row for rows in last for row in rows}
         for place, name in enumerate(columns if options["missing"] == "refuse" else ()):
             remedy = "Fill it in, or set prepare.options.missing=previous."
             table.refuse_gaps(name, remedy, but=self._to_come if place < targets else ())
         self._step = self._find_step([times.iloc[rows] for rows in ordered.values()])
-        self.series = [self._regular(name, times, rows, self._step) for name, rows in ordered.items()]
+        self.series = [self._regular(name, times, rows) for name, rows in ordered.items()]
         step = float(self._step) if self._counts else self._step.freqstr
         self.note = {**options, "step": step, "time_format": form}
 
@@ -122,11 +124,6 @@ class SeriesTable:
         if self._counts:
             return [self._text(last + self._step * number) for number in range(1, count + 1)]
         return [self._text(time) for time in pd.date_range(last, periods=count + 1, freq=self._step)[1:]]
-
-    def _last_without(self, targets: int, rows: list[int]) -> list[int]:
-        """The last of the ordered rows of a series, which have none of the targets."""
-        has_target = ~np.isnan(self._values[rows, :targets]).all(axis=1)
-        return rows[max(np.flatnonzero(has_target), default=-1) + 1 :]
 
     def _names(self) -> list[str]:
         column = self._options["series"]
@@ -187,12 +184,12 @@ class SeriesTable:
         usual = differences.mode().iloc[0]
         return usual if self._counts else pd.tseries.frequencies.to_offset(usual)
 
-    def _regular(self, name: str, times: pd.Series[Any], rows: list[int], step: Any) -> Series:
+    def _regular(self, name: str, times: pd.Series[Any], rows: list[int]) -> Series:
         """A series with all steps of the grid. Raises DataError for a time off it, or steps that are missing."""
         found, of = times.iloc[rows].to_numpy(), f" of the series '{name}'" if name else ""
-        grid, places, off = self._grid(found, step)
+        grid, places, off = self._grid(found)
         if len(off):
-            shown = f"{step:g}" if self._counts else getattr(step, "freqstr", str(step))
+            shown = f"{self._step:g}" if self._counts else self._step.freqstr
             what = f"{self._table.places[rows[off[0]]]}: the time {self._text(found[off[0]])} is not on the grid{of}"
             what += f" that begins at {self._text(found[0])} and has a step of {shown}."
             steps = "a number: steps of months need dates" if self._counts else "h, D, W-MON, MS, …"
@@ -218,8 +215,9 @@ class SeriesTable:
         to_come = len(grid) - 1 - int(places[last])
         return Series(name, grid, [self._text(time) for time in grid], filled, ~unknown, to_come)
 
-    def _grid(self, found: np.ndarray, step: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _grid(self, found: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The grid ``[steps]``, the places on it of the times found, and the numbers of those off it."""
+        step = self._step
         if self._counts:
             number = int(np.floor((found[-1] - found[0]) / step + 0.5)) + 1
             grid = found[0] + step * np.arange(number)
@@ -244,86 +242,70 @@ def _guess_step(times: pd.Series[Any]) -> Any:
     return None
 
 
-@dataclass(frozen=True)
-class Window:
-    """Steps `origin - context` to `origin + horizon` of a series; the targets begin at `origin`."""
-
-    series: int
-    origin: int
+Window = tuple[int, int]
+"""The number of a series, and the step `origin` at which the targets begin."""
 
 
-class WindowSplits:
-    """The windows of the splits.
+def cut_windows(
+    series: Sequence[Series], options: Mapping[str, Any], targets: int
+) -> tuple[dict[str, list[Window]], dict[str, Any]]:
+    """The windows of the splits, by series and time, and the times at which the targets of splits begin.
 
     Args:
         series: the series.
         options: `context`, `horizon`, `season`, `stride`, `held_out_stride` and `split`.
-
-    Attributes:
-        windows: split -> its windows, by series and time.
-        starts: split -> the time at which its targets begin.
-        train_steps: steps of the series before the first held-out target.
+        targets: the first so many columns are targets.
 
     Raises:
         ConfigError: an option is out of range. DataError: a series is too short, or a split has no window.
     """
-
-    def __init__(self, series: Sequence[Series], options: Mapping[str, Any]) -> None:
-        for name in ("context", "horizon", "season", "stride", "held_out_stride"):
-            if options[name] is not None and options[name] < 1:
-                what = "This is a number of steps, and at least one."
-                raise ConfigError(what, field=f"{FIELD}.{name}", value=options[name], remedy="Give 1 or more.")
-        self._context, self._horizon, self._targets = options["context"], options["horizon"], _columns(options)[0]
-        if options["season"] > self._context:
-            what = f"A season of {options['season']} steps does not fit into a context of {self._context}."
-            remedy = "Give a longer context: the seasonal forecast repeats the last season."
-            raise ConfigError(what, field=f"{FIELD}.season", value=options["season"], remedy=remedy)
-        shares = choose(options["split"], SPLIT, field=f"{FIELD}.split")
-        require_shares(shares, options["split"])
-        require_choice(shares["by"], ("time",), field=f"{FIELD}.split.by")
-        needed = self._context + self._horizon
-        for member in series:
-            if len(member.times) < needed:
-                of = f"The series '{member.name}'" if member.name else "The series"
-                what = f"{of} has {counted(len(member.times), 'step')}, and a window needs {needed}."
-                remedy = "Give a shorter context or horizon, or leave the series out."
-                raise DataError(what, field=f"{FIELD}.context", value=self._context, remedy=remedy)
-        times = np.unique(np.concatenate([member.times for member in series]))
-        test = len(times) - round(len(times) * shares["test"])
-        ends = {"train": test - round(len(times) * shares["validation"]), "validation": test, "test": len(times)}
-        self.windows: dict[str, list[Window]] = {}
-        self.starts: dict[str, Any] = {}
-        start = 0
-        for name, end in ends.items():
-            if end > start:
-                stride = options["stride"] if name == "train" else options["held_out_stride"] or self._horizon
-                self.windows[name] = self._find(series, times, start, end, stride)
-                self.starts[name] = times[start]
-                self._require_windows(name, end - start)
-            start = end
-        held_out = times[ends["train"]] if ends["train"] < len(times) else None
-        self.train_steps = [
-            len(member.times) if held_out is None else int(np.searchsorted(member.times, held_out)) for member in series
-        ]
-
-    def _find(self, series: Sequence[Series], times: np.ndarray, start: int, end: int, stride: int) -> list[Window]:
-        found: list[Window] = []
+    shares, context, horizon = _read_shares(options), options["context"], options["horizon"]
+    for member in series:
+        if len(member.times) < context + horizon:
+            of = f"The series '{member.name}'" if member.name else "The series"
+            what = f"{of} has {counted(len(member.times), 'step')}, and a window needs {context + horizon}."
+            remedy = "Give a shorter context or horizon, or leave the series out."
+            raise DataError(what, field=f"{FIELD}.context", value=context, remedy=remedy)
+    times = np.unique(np.concatenate([member.times for member in series]))
+    test = len(times) - round(len(times) * shares["test"])
+    ends = {"train": test - round(len(times) * shares["validation"]), "validation": test, "test": len(times)}
+    windows: dict[str, list[Window]] = {}
+    starts: dict[str, Any] = {}
+    start = 0
+    for name, end in ends.items():
+        if end <= start:
+            continue
+        stride = options["stride"] if name == "train" else options["held_out_stride"] or horizon
+        starts[name], windows[name] = times[start], []
         for number, member in enumerate(series):
-            low = np.searchsorted(member.times, times[start])
-            high = len(member.times) if end == len(times) else int(np.searchsorted(member.times, times[end]))
-            first = max(int(low), self._context)
-            has_target = member.measured[:, : len(self._targets)].max(axis=1)
-            origins = range(first, high - self._horizon + 1, stride)
-            found += [Window(number, at) for at in origins if has_target[at : at + self._horizon].any()]
-        return found
-
-    def _require_windows(self, name: str, steps: int) -> None:
-        if not self.windows[name]:
-            there = counted(steps, "step")
-            what = f"The split '{name}' has {there}, and no window of {self._horizon} targets fits into it"
-            known = f" behind {self._context} known ones" if name == "train" else ""
+            first = max(int(np.searchsorted(member.times, times[start])), context)
+            stop = len(member.times) if end == len(times) else int(np.searchsorted(member.times, times[end]))
+            has_target = member.measured[:, :targets].any(axis=1)
+            origins = range(first, stop - horizon + 1, stride)
+            windows[name] += [(number, at) for at in origins if has_target[at : at + horizon].any()]
+        if not windows[name]:
+            what = f"The split '{name}' has {counted(end - start, 'step')}, and no window of {horizon} targets fits"
+            known = f" behind {context} known ones" if name == "train" else ""
             remedy = "Give it a larger share, a share of 0, or a shorter horizon."
-            raise DataError(f"{what}{known}.", field=f"{FIELD}.split", remedy=remedy)
+            raise DataError(f"{what} into it{known}.", field=f"{FIELD}.split", remedy=remedy)
+        start = end
+    return windows, starts
+
+
+def _read_shares(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The shares of the splits. Raises ConfigError for these, or numbers of steps, that are out of range."""
+    for name in ("context", "horizon", "season", "stride", "held_out_stride"):
+        if options[name] is not None and options[name] < 1:
+            what = "This is a number of steps, and at least one."
+            raise ConfigError(what, field=f"{FIELD}.{name}", value=options[name], remedy="Give 1 or more.")
+    if options["season"] > options["context"]:
+        what = f"A season of {options['season']} steps does not fit into a context of {options['context']}."
+        remedy = "Give a longer context: the seasonal forecast repeats the last season."
+        raise ConfigError(what, field=f"{FIELD}.season", value=options["season"], remedy=remedy)
+    shares = choose(options["split"], SPLIT, field=f"{FIELD}.split")
+    require_shares(shares, options["split"])
+    require_choice(shares["by"], ("time",), field=f"{FIELD}.split.by")
+    return shares
 
 
 def window_columns(
@@ -441,9 +423,10 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
             table.require(name, field=f"{FIELD}.{option}")
     read = SeriesTable(table, [*targets, *known], chosen, targets=len(targets))
     series = [member.past() for member in read.series]
-    splits = WindowSplits(series, chosen)
+    windows, starts = cut_windows(series, chosen, len(targets))
     out.warnings += [*table.all_notes(), *_describe_gaps(read.series, series)]
-    steps = splits.train_steps
+    held_out = [start for name, start in starts.items() if name != "train"]  # in their order
+    steps = [int(np.searchsorted(member.times, held_out[0])) if held_out else len(member.times) for member in series]
     covariates = np.concatenate([member.values[:count] for member, count in zip(series, steps, strict=True)])
     covariates = covariates[:, len(targets) :]
     for place, name in enumerate([*targets, *known]):
@@ -457,16 +440,13 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
         known=dict(zip(known, described.tolist(), strict=True)),
         filled=sum(int((~member.measured).sum()) for member in series),
         new_steps={name: read.note[name] for name in (*_NOTED, *(["read"] if chosen["read"] else []))},
-        split_starts={name: str(start) for name, start in splits.starts.items()},
+        split_starts={name: str(start) for name, start in starts.items()},
         **{name: chosen[name] for name in ("context", "horizon", "season")},
     )
     scales = _scales(series, steps, len(targets), chosen["season"])
-    cut: dict[str, Iterator[dict[str, Any]]] = {}
-    number = 0
-    for split, windows in splits.windows.items():
-        cut[split] = _rows(number, windows, series, scales, chosen)
-        number += len(windows)
-    return cut
+    first = accumulate(map(len, windows.values()), initial=0)
+    numbered = zip(windows.items(), first, strict=False)
+    return {split: _rows(number, some, series, scales, chosen) for (split, some), number in numbered}
 
 
 def _describe_gaps(read: Sequence[Series], series: Sequence[Series]) -> list[str]:
@@ -489,8 +469,8 @@ def _rows(
     """The windows of a split as rows, numbered from `number` on."""
     (targets, known), context = _columns(chosen), chosen["context"]
     has_gaps = not all(member.measured[:, : len(targets)].all() for member in series)
-    for row_id, window in enumerate(windows, number):
-        member, origin = series[window.series], window.origin
+    for row_id, (place, origin) in enumerate(windows, number):
+        member = series[place]
         end = origin + chosen["horizon"]
         values = member.values[origin - context : end].astype(np.float32)
         yield {
@@ -571,6 +551,32 @@ def compute_loss_func(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
     error = torch.where(measured, (outputs["logits"] - labels[:, 0]) / labels[:, 3], 0.0)
     losses = nn.functional.huber_loss(error, torch.zeros_like(error), reduction="none")
     return (losses.sum(dim=(1, 2)) / measured.sum(dim=(1, 2))).mean()
+
+
+def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
+    """Errors of forecasts ``[rows, horizon, targets]``, and of two forecasts that need no model.
+
+    MASE is the mean absolute error in units of what repeating the value of a season ago errs by in the training steps
+    (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). `mase_below_naive` and
+    `mase_below_seasonal` are what the model is better by than repeating the last value and the last season.
+
+    Args:
+        labels: ``[rows, 4, horizon, targets]``: the values, the last value, the last season, and the unit of MASE; a
+            NaN in place of a value is left out.
+    """
+    forecast = np.asarray(predictions, np.float64)
+    truth, last, season, scale = np.moveaxis(np.asarray(labels, np.float64), 1, 0)
+    error = forecast - truth
+    mase, naive, seasonal = (float(np.nanmean(np.abs(guess - truth) / scale)) for guess in (forecast, last, season))
+    return {
+        "mae": float(np.nanmean(np.abs(error))),
+        "rmse": float(np.sqrt(np.nanmean(error**2))),
+        "mase": mase,
+        "naive_mase": naive,
+        "seasonal_mase": seasonal,
+        "mase_below_naive": naive - mase,
+        "mase_below_seasonal": seasonal - mase,
+    }
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:

@@ -28,13 +28,12 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.shared.model_places import build_classifier
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import SOURCES, note_form
 from trainer_lib.recipes.texts.packed_batches import NO_TARGET
-from trainer_lib.recipes.texts.row_trainer import RowTrainer, pad_rows
+from trainer_lib.recipes.texts.row_trainer import RowTrainer, find_usual, pad_rows
 from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer, load_word_tokenizer
 
 if TYPE_CHECKING:

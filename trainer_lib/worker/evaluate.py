@@ -42,8 +42,8 @@ from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult, PreparedData
 from trainer_lib.recipes import DataInfo, Recipe
-from trainer_lib.recipes.shared.held_out_metrics import measure_labels
 from trainer_lib.recipes.shared.recipe_options import SEVERAL
+from trainer_lib.recipes.shared.targets import measure_labels
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest

@@ -18,8 +18,9 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.requests import PreparedSplit
+from trainer_lib.recipes.causal_language_modeling import measure_tokens
 from trainer_lib.recipes.preference_optimization import measure_preferences
-from trainer_lib.recipes.shared.held_out_metrics import measure_classes, measure_numbers, measure_tokens
+from trainer_lib.recipes.shared.targets import measure_classes, measure_numbers
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import parse_spec
 

@@ -24,9 +24,8 @@ from trainer_lib.recipes.question_answering import (
     score_answer,
 )
 from trainer_lib.recipes.sequence_to_sequence import score_text
-from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.tables.table_files import TableForm
-from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts
+from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts, find_usual
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import read_sample

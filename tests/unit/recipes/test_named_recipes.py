@@ -128,8 +128,8 @@ Digests = dict[str, dict[str, dict[str, str]]]
     [
         ("tables/splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
         ("tabular_classification.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
-        ("shared/held_out_metrics.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
-        ("shared/held_out_metrics.py", '"confidence"', '"sure"', {"predict"}),
+        ("shared/targets.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
+        ("shared/targets.py", '"confidence"', '"sure"', {"predict"}),
     ],
 )
 def test_an_edit_of_trainflows_own_recipe_counts_where_it_is_reached(

@@ -15,8 +15,7 @@ from PIL import Image
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, refusal, trainer_of
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
-from trainer_lib.recipes.shared.held_out_metrics import measure_labels, measure_ranks, measure_several
-from trainer_lib.recipes.shared.targets import class_loss, find_weights, order_loss, several_loss
+from trainer_lib.recipes.shared import targets
 from trainer_lib.worker.evaluate import warn_of_collapse
 from trainflow.tasks.model.outcome_tables import Outcome
 
@@ -87,26 +86,26 @@ def test_the_loss_of_a_step_is_that_of_its_rows_however_they_are_divided(
 
 def test_the_loss_is_the_weighted_sum_over_the_rows_and_that_of_torch_without_weights() -> None:
     logits, labels = torch.randn(6, 3), torch.tensor([0, 1, 2, 2, 1, 2])
-    assert class_loss(logits, labels, torch.ones(3), 0.0) == pytest.approx(
+    assert targets.class_loss(logits, labels, torch.ones(3), 0.0) == pytest.approx(
         torch.nn.functional.cross_entropy(logits, labels).item()
     )
     logs = torch.log_softmax(logits, dim=1)[range(6), labels]
     by_hand = (torch.tensor([1.0, 2.0, 3.0])[labels] * (1 - logs.exp()) ** 2 * -logs).sum() / 6
-    torch.testing.assert_close(class_loss(logits, labels, torch.tensor([1.0, 2.0, 3.0]), 2.0), by_hand)
+    torch.testing.assert_close(targets.class_loss(logits, labels, torch.tensor([1.0, 2.0, 3.0]), 2.0), by_hand)
 
 
 def test_losses_of_several_and_of_ordered_classes_are_those_of_their_definitions() -> None:
     logits, weights = torch.randn(6, 3), torch.tensor([1.0, 2.0, 3.0])
     several, labels = torch.tensor([[0, 1, 1], [0, 0, 0]] * 3), torch.tensor([0, 1, 2, 2, 1, 2])
     wanted = torch.nn.functional.binary_cross_entropy_with_logits(logits, several.float(), pos_weight=weights)
-    torch.testing.assert_close(several_loss(logits, several, weights, 0.0), wanted)
+    torch.testing.assert_close(targets.several_loss(logits, several, weights, 0.0), wanted)
     sure = torch.sigmoid(logits)
     truth = torch.where(several > 0, sure, 1 - sure)
     by_hand = ((1 - truth) ** 2 * -truth.log() * torch.where(several > 0, weights, torch.ones(3))).mean()
-    torch.testing.assert_close(several_loss(logits, several, weights, 2.0), by_hand)
+    torch.testing.assert_close(targets.several_loss(logits, several, weights, 2.0), by_hand)
     up_to = torch.softmax(logits, dim=1).cumsum(dim=1)[:, :2]
     answers = torch.where(labels[:, None] > torch.arange(2), 1 - up_to, up_to)
-    torch.testing.assert_close(order_loss(logits, labels, torch.ones(3)), -answers.log().mean())
+    torch.testing.assert_close(targets.order_loss(logits, labels, torch.ones(3)), -answers.log().mean())
 
 
 def test_metrics_of_several_and_of_ordered_classes_are_those_of_scikit_learn() -> None:
@@ -114,21 +113,21 @@ def test_metrics_of_several_and_of_ordered_classes_are_those_of_scikit_learn() -
 
     draw = np.random.default_rng(0)
     labels, scores = (draw.random((80, 3)) < (0.5, 0.2, 0.1)).astype(np.float32), draw.normal(size=(80, 3)).round(1)
-    found = measure_several(scores, labels, threshold=0.4)
+    found = targets.measure_several(scores, labels, threshold=0.4)
     chosen = 1 / (1 + np.exp(-scores)) >= 0.4
     for average in ("micro", "macro"):
         assert found[f"{average}_f1"] == pytest.approx(metrics.f1_score(labels, chosen, average=average))
     assert found["subset_accuracy"] == pytest.approx(metrics.accuracy_score(labels, chosen))
     assert found["average_precision"] == pytest.approx(metrics.average_precision_score(labels, scores, average="macro"))
     alone = metrics.average_precision_score(labels[:, 2], scores[:, 2])
-    by_name = measure_labels(scores, labels, classes=["a", "b", "c/d"], threshold=0.4)
+    by_name = targets.measure_labels(scores, labels, classes=["a", "b", "c/d"], threshold=0.4)
     assert by_name["average_precision/label/c_d"] == pytest.approx(alone)
     assert by_name["recall/label/a"] == pytest.approx(metrics.recall_score(labels[:, 0], chosen[:, 0]))
     ranks, guesses = draw.integers(0, 3, 80), scores.argmax(axis=1)
-    measured = measure_ranks(scores, ranks)
+    measured = targets.measure_ranks(scores, ranks)
     assert measured["quadratic_kappa"] == pytest.approx(metrics.cohen_kappa_score(ranks, guesses, weights="quadratic"))
     assert measured["rank_mae"] == pytest.approx(metrics.mean_absolute_error(ranks, guesses))
-    assert measure_ranks(np.eye(3)[[1, 1]], np.array([1, 1]))["quadratic_kappa"] == 0.0
+    assert targets.measure_ranks(np.eye(3)[[1, 1]], np.array([1, 1]))["quadratic_kappa"] == 0.0
 
 
 BEST = {"several": "average_precision_over_chance", "order": "rank_mae_below_median", "number": "rmse_below_mean"}
@@ -223,7 +222,7 @@ def test_balanced_weights_are_those_of_scikit_learn() -> None:
     from sklearn.utils.class_weight import compute_class_weight
 
     labels = np.repeat([0, 1], INFO["class_rows"])
-    assert find_weights("balanced", INFO) == pytest.approx(
+    assert targets.find_weights("balanced", INFO) == pytest.approx(
         compute_class_weight("balanced", classes=np.array([0, 1]), y=labels)
     )
 

@@ -22,8 +22,8 @@ from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.embeddings import find_ranks, measure_ranks
-from trainer_lib.recipes.shared.held_out_metrics import find_usual
 from trainer_lib.recipes.shared.model_places import new_config
+from trainer_lib.recipes.texts.row_trainer import find_usual
 from trainer_lib.recipes.texts.tokenizing import learn_tokenizer
 from trainer_lib.recipes.token_classification import measure_tags
 from trainflow.flows.new_project.starting import read_sample

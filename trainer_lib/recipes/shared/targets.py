@@ -11,6 +11,7 @@ by their weights, as that of torch is, so micro-batches and processes add up to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,14 +23,6 @@ from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, m
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.shared.held_out_metrics import (
-    measure_classes,
-    measure_numbers,
-    measure_ranks,
-    measure_several,
-    name_classes,
-    name_several,
-)
 from trainer_lib.recipes.shared.recipe_options import CLASS, NUMBER, ORDER, SEVERAL, choose
 from trainer_lib.trainer.model.models import innermost
 
@@ -250,6 +243,130 @@ def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
     return [float(by_name.get(name, 1.0)) for name in classes]
 
 
+# -- metrics of held-out rows, next to those of a model without any input on the very same rows ----------------------
+# That model knows the best constant for these rows: their most frequent class, their mean. It is at least as good as
+# the constant that training would give, so a margin above zero is earned. For a resample of rows, `whole` has the
+# labels of all of them, by which the constant is chosen.
+_MOST_NAMED = 50  # classes whose scores are metrics by name, as many as a slice has values
+
+
+def measure_classes(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
+    """Accuracy, macro F1 and log loss of scores ``[rows, classes]`` for labels ``[rows]``, and the majority's accuracy.
+
+    `accuracy_over_majority` is what the model is better by. Classes that neither occur nor are predicted do not count
+    in the macro F1.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels).reshape(-1)
+    predicted, classes = scores.argmax(axis=-1), scores.shape[-1]
+    counts = np.bincount(truth, minlength=classes)
+    right = np.bincount(truth[predicted == truth], minlength=classes)
+    both = counts + np.bincount(predicted, minlength=classes)
+    shifted = scores - scores.max(axis=-1, keepdims=True)
+    log_likelihood = shifted[np.arange(len(truth)), truth] - np.log(np.exp(shifted).sum(axis=-1))
+    of_whole = counts if whole is None else np.bincount(np.asarray(whole).reshape(-1), minlength=classes)
+    accuracy, majority = right.sum() / len(truth), counts[of_whole.argmax()] / len(truth)
+    return {
+        "accuracy": float(accuracy),
+        "macro_f1": float((2 * right[both > 0] / both[both > 0]).mean()),
+        "log_loss": float(-log_likelihood.mean()),
+        "majority_accuracy": float(majority),
+        "accuracy_over_majority": float(accuracy - majority),
+    }
+
+
+def measure_several(predictions: Any, labels: Any, *, threshold: float) -> dict[str, float]:
+    """F1, subset accuracy, log loss and average precision of scores ``[rows, classes]`` for labels of 0 and 1.
+
+    `subset_accuracy` is the share of rows whose classes are all right; `average_precision` the mean over the classes
+    that some row has, `chance_average_precision` the same of scores without any input.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels) > 0
+    chosen, counts = scores >= np.log(threshold / (1 - threshold)), truth.sum(axis=0)
+    right, both = (truth & chosen).sum(axis=0), counts + chosen.sum(axis=0)
+    known, precision = counts > 0, average_precisions(scores, truth)
+    mean, chance = (float(values[known].mean()) if known.any() else 0.0 for values in (precision, counts / len(truth)))
+    return {
+        "micro_f1": float(2 * right.sum() / max(both.sum(), 1)),
+        "macro_f1": float((2 * right[both > 0] / both[both > 0]).mean()) if both.any() else 0.0,
+        "subset_accuracy": float((truth == chosen).all(axis=1).mean()),
+        "log_loss": float(np.logaddexp(0, np.where(truth, -scores, scores)).mean()),
+        "average_precision": mean,
+        "chance_average_precision": chance,
+        "average_precision_over_chance": mean - chance,
+    }
+
+
+def measure_labels(predictions: Any, labels: Any, *, classes: Sequence[str], threshold: float) -> dict[str, float]:
+    """The scores of several classes as those of slices, such as `f1/label/red`; nothing of more than 50 classes.
+
+    Arguments are as of `measure_several`. A class without rows is left out.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels) > 0
+    chosen, counts = scores >= np.log(threshold / (1 - threshold)), truth.sum(axis=0)
+    right, guessed = (truth & chosen).sum(axis=0), chosen.sum(axis=0)
+    by_name = {
+        "rows": counts,
+        "precision": right / np.maximum(guessed, 1),
+        "recall": right / np.maximum(counts, 1),
+        "f1": 2 * right / np.maximum(counts + guessed, 1),
+        "average_precision": average_precisions(scores, truth),
+    }
+    names = [re.sub(r"[^\w .:-]", "_", name) for name in classes] if len(classes) <= _MOST_NAMED else []
+    return {
+        f"{metric}/label/{name}": float(values[index])
+        for index, name in enumerate(names)
+        for metric, values in by_name.items()
+        if counts[index]
+    }
+
+
+def average_precisions(scores: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """The average precisions of classes ``[classes]``, as scikit-learn's; of one without rows 0."""
+    found = np.zeros(scores.shape[1])
+    for index in range(scores.shape[1]):
+        order = np.argsort(-scores[:, index], kind="stable")
+        falling, hits = -scores[order, index], truth[order, index]
+        last = np.searchsorted(falling, falling, side="right")  # rows of one score are chosen together
+        found[index] = (np.cumsum(hits)[last - 1] / last)[hits].sum() / max(hits.sum(), 1)
+    return found
+
+
+def measure_ranks(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
+    """Distances in ranks of scores ``[rows, classes]`` for labels ``[rows]``, and the quadratic weighted kappa.
+
+    `rank_mae_below_median` is what the model is better by than the median class of the rows.
+    """
+    predicted, truth = np.asarray(predictions).argmax(axis=-1), np.asarray(labels).reshape(-1)
+    median = np.median(truth if whole is None else np.asarray(whole))
+    mae, of_median = float(np.abs(predicted - truth).mean()), float(np.abs(median - truth).mean())
+    # Cohen's kappa: the squared distance by the one of ranks that are independent.
+    by_chance = predicted.var() + truth.var() + (predicted.mean() - truth.mean()) ** 2
+    kappa = float(1 - ((predicted - truth) ** 2).mean() / by_chance) if by_chance > 0 else 0.0
+    return {
+        "rank_mae": mae,
+        "median_rank_mae": of_median,
+        "rank_mae_below_median": of_median - mae,
+        "quadratic_kappa": kappa,
+    }
+
+
+def measure_numbers(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
+    """Errors of numbers ``[rows]`` or ``[rows, 1]`` for labels of that size, and the error of the rows' own mean.
+
+    `rmse_below_mean` is what the model is better by, in the unit of the label.
+    """
+    predicted, truth = np.asarray(predictions, np.float64).reshape(-1), np.asarray(labels, np.float64).reshape(-1)
+    error, spread = predicted - truth, truth - np.asarray(labels if whole is None else whole, np.float64).mean()
+    rmse, of_mean = float(np.sqrt((error**2).mean())), float(np.sqrt((spread**2).mean()))
+    return {
+        "rmse": rmse,
+        "mae": float(np.abs(error).mean()),
+        "r2": 1.0 - (rmse / of_mean) ** 2 if of_mean > 0 else 0.0,
+        "mean_rmse": of_mean,
+        "rmse_below_mean": of_mean - rmse,
+    }
+
+
 # -- what is measured and written -------------------------------------------------------------------------------------
 def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) -> dict[str, float]:
     """Compare outputs ``[rows, …]`` with what a model without any input would reach on these rows.
@@ -269,10 +386,19 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo | None = None) ->
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Any]:
-    """Turn outputs into a number, or into the names of classes and their probabilities."""
+    """Turn outputs into a number, or into the names of classes and their probabilities, of the best and of all."""
     info, target = data.info, target_of(data.info)
     if target == NUMBER:
         return {"prediction": predictions.reshape(-1).astype(np.float32)}
+    classes: Sequence[str] = info["classes"]
     if target == SEVERAL:
-        return name_several(predictions, info["classes"], info["threshold"])
-    return name_classes(predictions, info["classes"])
+        scores = 1 / (1 + np.exp(-predictions.astype(np.float64)))
+        chosen = [np.flatnonzero(row >= info["threshold"]) for row in scores]
+        names: list[Any] = [[classes[int(index)] for index in row] for row in chosen]
+        sure: list[Any] = [row[kept].astype(np.float32) for row, kept in zip(scores, chosen, strict=True)]
+    else:
+        scores = np.exp(predictions - predictions.max(axis=-1, keepdims=True))
+        scores /= scores.sum(axis=-1, keepdims=True)
+        names = [classes[index] for index in scores.argmax(axis=-1)]
+        sure = scores.max(axis=-1).astype(np.float32).tolist()
+    return {"prediction": names, "confidence": sure, "scores": list(scores.astype(np.float32))}

@@ -6,8 +6,9 @@ written is one prediction for a row. Texts that belong to a row travel with its 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -16,6 +17,9 @@ from typing_extensions import override
 
 from trainer_lib.recipes.texts.packed_batches import NO_TARGET
 from trainer_lib.trainer import Trainer
+
+Key = TypeVar("Key")
+Value = TypeVar("Value", int, str)
 
 
 class RowTrainer(Trainer):
@@ -80,3 +84,17 @@ def pad_rows(rows: Sequence[Any], fill: int, dtype: torch.dtype = torch.int64) -
     for row, values in enumerate(rows):
         tensor[row, : len(values)] = torch.as_tensor(np.array(values))
     return tensor
+
+
+def find_usual(pairs: Iterable[tuple[Key, Value]]) -> tuple[dict[Key, Value], Value]:
+    """Key -> its most frequent value, and the most frequent one of all; of equally frequent ones the first in order."""
+    by_key: dict[Key, Counter[Value]] = {}
+    every: Counter[Value] = Counter()
+    for key, value in pairs:
+        by_key.setdefault(key, Counter())[value] += 1
+        every[value] += 1
+
+    def most_frequent(counts: Counter[Value]) -> Value:
+        return min(counts, key=lambda value: (-counts[value], value))
+
+    return {key: most_frequent(counts) for key, counts in by_key.items()}, most_frequent(every)
