@@ -190,18 +190,12 @@ def _tests(mutant: Mutant) -> list[str]:
 
 
 def _known(test: str | None) -> list[str]:
-    """Return the test that noticed a fault; where its file or cases have another name now, the whole function."""
-    if test is None:
-        return []
-    file, _, name = test.partition("::")
-    function = name.partition("[")[0]
-    text = (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else ""
-    if f"def {function}(" in text:
-        return [test, f"{file}::{function}"]
-    for path in sorted((ROOT / "tests").rglob("test_*.py")):
-        if f"def {function}(" in path.read_text(encoding="utf-8"):
-            return [f"{relative(path)}::{function}"]
-    return []
+    """Return the function that noticed a fault, of all its cases (their names may have spaces), wherever it is now."""
+    file, _, name = (test or "").partition("::")
+    definition = f"def {name.partition('[')[0]}("
+    paths = [ROOT / file, *sorted((ROOT / "tests").rglob("test_*.py"))] if name else []
+    found = (path for path in paths if path.is_file() and definition in path.read_text(encoding="utf-8"))
+    return [f"{relative(path)}::{definition[4:-1]}" for path in found][:1]
 
 
 def _end_what_is_left() -> None:
