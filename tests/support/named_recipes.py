@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.resuming import prove
 from trainer_lib import Trainer, TrainingArguments
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
@@ -80,6 +81,7 @@ def trainer_of(
     *,
     base: type[Trainer] = Trainer,
     held_out: Sequence[Any] | None = None,
+    callbacks: Sequence[Any] = (),
     **args: Any,
 ) -> Any:
     """A Trainer of the recipe for so many steps on the CPU, which reports nothing, and saves nothing unless asked."""
@@ -90,6 +92,7 @@ def trainer_of(
         data_collator=recipe.collate_with(data),
         train_dataset=rows,
         eval_dataset=held_out,
+        callbacks=list(callbacks),
         compute_metrics=recipe.compute_metrics_with(data),
         compute_loss_func=recipe.compute_loss_func,
         preprocess_logits_for_metrics=recipe.preprocess_logits_for_metrics,
@@ -103,6 +106,20 @@ def trained(prepared: Prepared, folder: Path, model: Mapping[str, Any], steps: i
     trainer = trainer_of(recipe, data, recipe.build_model(model, data), folder, splits["train"], steps, **args)
     trainer.train()
     return trainer
+
+
+def prove_resume(
+    prepared: Prepared, folder: Path, model: Mapping[str, Any], *, rows: int | None = None, steps: int = 3, **args: Any
+) -> None:
+    """Assert that a training that is stopped at the fifth of 8 steps and resumed ends like one that was not."""
+    recipe, splits, data = prepared
+
+    def make(where: Path, *callbacks: Any) -> Any:
+        torch.manual_seed(0)
+        built, given = recipe.build_model(model, data), {"save_strategy": "steps", "save_steps": steps, **args}
+        return trainer_of(recipe, data, built, where, splits["train"][:rows], 8, callbacks=callbacks, **given)
+
+    prove(make, folder, 5)
 
 
 def save_base(prepared: Prepared, folder: Path, seed: int = 0, **config: Any) -> Path:

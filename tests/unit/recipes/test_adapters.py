@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.named_recipes import Prepared, RecipeCase, refusal, save_base, trainer_of
-from tests.support.resuming import prove
+from tests.support.named_recipes import Prepared, RecipeCase, prove_resume, refusal, save_base, trainer_of
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.recipes.shared.model_places import add_adapters
@@ -167,17 +166,9 @@ def test_dora_does_not_train_on_8_bits(chats: Prepared, base: Path) -> None:
 def test_a_run_on_few_bits_that_goes_on_ends_like_one_that_was_not_stopped(
     chats: Prepared, base: Path, tmp_path: Path, load_in: str
 ) -> None:
-    recipe, splits, data = chats
-
-    def make(folder: Path, *callbacks: Any) -> Any:
-        model = build(chats, folder=base, load_in=load_in, adapter={"rank": 2, "dropout": 0.2})
-        settings = {**BATCHES, "eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 3}
-        trainer = trainer_of(recipe, data, model, folder, splits["train"], 8, held_out=splits["test"], **settings)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        return trainer
-
-    prove(make, tmp_path, 5)
+    model = {"folder": base, "load_in": load_in, "adapter": {"rank": 2, "dropout": 0.2}}
+    given = {**BATCHES, "eval_strategy": "steps", "eval_steps": 2, "held_out": chats[1]["test"]}
+    prove_resume(chats, tmp_path, model, **given)
 
 
 @quantized

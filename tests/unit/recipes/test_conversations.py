@@ -24,8 +24,7 @@ from tests.support.chat_cases import (
     marked_text,
     template_text,
 )
-from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
-from tests.support.resuming import prove
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, prove_resume, trained
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.texts.conversations import read_conversation
 from trainer_lib.recipes.texts.packed_batches import (
@@ -465,20 +464,5 @@ def test_prompts_are_continued_together_as_alone_up_to_any_token_that_ends_them(
 
 
 def test_training_goes_on_bit_for_bit(packed: Prepared, tmp_path: Path) -> None:
-    recipe, splits, data = packed
-
-    def make(folder: Path, *callbacks: Any) -> Any:
-        torch.manual_seed(0)
-        model = recipe.build_model({"config": TINY}, data)
-        given: dict[str, Any] = {
-            "per_device_train_batch_size": 4,
-            "learning_rate": 1e-2,
-            "save_strategy": "steps",
-            "save_steps": 100,
-        }
-        trainer = trainer_of(recipe, data, model, folder, splits["train"], 8, **given)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        return trainer
-
-    prove(make, tmp_path, 5)
+    given: dict[str, Any] = {"per_device_train_batch_size": 4, "learning_rate": 1e-2}
+    prove_resume(packed, tmp_path, {"config": TINY}, steps=100, **given)

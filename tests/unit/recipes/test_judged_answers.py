@@ -14,8 +14,7 @@ import pytest
 import torch
 
 from tests.support.model_folders import publish_recipe, remove_fetched_code
-from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, trained, trainer_of
-from tests.support.resuming import prove
+from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prove_resume, trained, trainer_of
 from trainer_lib import load_model
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
@@ -242,18 +241,8 @@ def test_micro_batches_of_any_size_take_the_same_steps(
 
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_goes_on_bit_for_bit(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
-    recipe, splits, data = request.getfixturevalue(name)
-
-    def make(folder: Path, *callbacks: Any) -> Any:
-        torch.manual_seed(0)
-        given = {**BATCHES, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
-        model = recipe.build_model(SETTINGS[name], data)
-        trainer = trainer_of(recipe, data, model, folder, splits["train"][:70], 8, **given)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        return trainer
-
-    prove(make, tmp_path, 5)
+    given = {**BATCHES, "gradient_accumulation_steps": 2}
+    prove_resume(request.getfixturevalue(name), tmp_path, SETTINGS[name], rows=70, **given)
 
 
 # -- what is learned --------------------------------------------------------------------------------------------------

@@ -16,8 +16,16 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
-from tests.support.resuming import prove
+from tests.support.named_recipes import (
+    TINY,
+    Prepared,
+    RecipeCase,
+    collate_of,
+    prepare_sources,
+    prove_resume,
+    trained,
+    trainer_of,
+)
 from trainer_lib.errors import ConfigError, DamagedError, DataError
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
@@ -372,22 +380,7 @@ def test_adapters_leave_the_reference_as_it_is(of_known: Prepared, known: Path, 
 
 
 def test_a_run_that_goes_on_ends_like_one_that_was_not_stopped(pairs: Prepared, tmp_path: Path) -> None:
-    recipe, splits, data = pairs
-
-    def make(folder: Path, *callbacks: Any) -> Any:
-        torch.manual_seed(0)
-        settings: dict[str, Any] = {
-            "save_strategy": "steps",
-            "save_steps": 3,
-            "gradient_accumulation_steps": 2,
-            **TWICE,
-        }
-        trainer = trainer_of(recipe, data, recipe.build_model({}, data), folder, splits["train"], 8, **settings)
-        for callback in callbacks:
-            trainer.add_callback(callback)
-        return trainer
-
-    prove(make, tmp_path, 5)
+    prove_resume(pairs, tmp_path, {}, gradient_accumulation_steps=2, **TWICE)
 
 
 def test_another_model_than_the_reference_is_refused_before_the_first_step(
