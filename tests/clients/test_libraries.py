@@ -51,8 +51,6 @@ SHOWN_OTHERWISE = {"accelerator_config", "batch_sampler", "dataloader_pin_memory
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Runs]:
-    """Run the cases of a library on both sides, once."""
-
     @functools.cache
     def run(library: str) -> Runs:
         found = run_cases(library, tmp_path_factory.mktemp("client"))

@@ -284,8 +284,6 @@ UNCALLED = {"_move_model_to_device"}
 
 
 class OwnLoader(Trainer):
-    """An evaluation loader of one's own."""
-
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         return DataLoader(eval_dataset, batch_size=2, collate_fn=self.data_collator)
 

@@ -62,7 +62,6 @@ class Follower:
         self.process.wait()
 
     def close(self) -> None:
-        """End it if a failed test left it."""
         if self.process.poll() is None:
             self.kill_all()
 

@@ -67,7 +67,6 @@ def qwen(**given: Any) -> Any:
 
 
 def mistral(window: int) -> Any:
-    """All layers attend to a window of tokens."""
     from transformers import MistralConfig, MistralForCausalLM
 
     torch.manual_seed(0)

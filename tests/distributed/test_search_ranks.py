@@ -33,7 +33,6 @@ class Runs(TrainerCallback):
 
 
 def searched(folder: str, world: int = 2, model_init: Any = None, **settings: Any) -> tuple[Any, list[Any]]:
-    """The result of a search of three trials, and its trainings."""
     runs = Runs()
     init = {} if model_init is None else {"model_init": model_init}
     trainer = search_trainer(folder, callbacks=[runs], per_device_train_batch_size=6 // world, **init)
@@ -45,7 +44,6 @@ def searched(folder: str, world: int = 2, model_init: Any = None, **settings: An
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks find in one group."""
     return run_distributed(in_one_group, 2, str(tmp_path_factory.mktemp("two")), timeout_s=120)
 
 

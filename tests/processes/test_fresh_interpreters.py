@@ -30,7 +30,6 @@ WITH_TORCH = {
 
 
 def run_python(code: str) -> str:
-    """Run code in a new interpreter; its output."""
     command = [sys.executable, "-W", "ignore", "-c", code]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -67,7 +67,6 @@ def _request(folder: Path, output: Path, **args: Any) -> Any:
 
 
 def _trained(asked: Any, on_event: OnEvent = lambda event: None, *, processes: int = 1, pause: str = "") -> Outcome:
-    """How a training ends."""
     env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.03", "TMPDIR": tempfile.gettempdir()}
     env |= {"PAUSE": pause} if pause else {}
     config = LaunchConfig(processes=processes, grace_s=20.0)

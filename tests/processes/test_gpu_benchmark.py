@@ -65,7 +65,6 @@ def _required(names: tuple[str, ...]) -> dict[str, metadata.Distribution]:
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The interpreter of the environment."""
     folder = tmp_path_factory.mktemp("environment")
     venv.create(folder, symlinks=True)
     (site,) = folder.glob("lib/python3*/site-packages")

@@ -54,7 +54,6 @@ def _predict(asked: NewRows) -> Any:
 
 
 def _new_rows(folder: Path, to: str = "out", **settings: Any) -> NewRows:
-    """What is asked for the rows in new.jsonl."""
     return NewRows(model=str(folder / "model"), data=[str(folder / "new.jsonl")], to=str(folder / to), **settings)
 
 

@@ -59,7 +59,6 @@ class FakeSlurm:
         (self.folder / name).unlink()
 
     def calls(self, program: str) -> list[str]:
-        """The command lines of a program so far."""
         lines = (self.folder / "calls").read_text().splitlines() if (self.folder / "calls").exists() else []
         return [line for line in lines if line.split()[0] == program]
 
@@ -84,7 +83,6 @@ class FakeSlurm:
         subprocess.run([f"{self.path}/requeue", number], check=True)
 
     def close(self) -> None:
-        """End what a failed test left."""
         for number in self.jobs():
             self.take("CANCELLED", number, kind=signal.SIGKILL)
         self.set("stop")
@@ -108,7 +106,6 @@ SlurmLaunch = partial(Launch, engine="slurm")
 
 @pytest.fixture
 def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeSlurm]:
-    """Slurm's programs first on PATH."""
     cluster = FakeSlurm(tmp_path / "slurm")
     monkeypatch.setenv("PATH", f"{cluster.path}:{os.environ['PATH']}")
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
@@ -117,7 +114,6 @@ def fake_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fake
 
 
 def leftovers(asked: Request[Any]) -> list[str]:
-    """What is left of jobs in the attempts of a stage."""
     return sorted(path.name for path in (Path(asked.output) / "attempts" / "slurm").glob("*"))
 
 

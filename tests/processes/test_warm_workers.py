@@ -55,7 +55,6 @@ def start(folder: Path, **env: str) -> dict[str, Any]:
 
 
 def waiting() -> list[int]:
-    """The workers that wait, each the child of its guard."""
     guards = [psutil.Process(worker._guard.pid) for worker in warm._waiting]
     wait_until(lambda: all(guard.children() for guard in guards), 20)
     return [child.pid for guard in guards for child in guard.children()]

@@ -21,7 +21,6 @@ POINTS = frozenset({("loss", 1, 0.5), ("loss", 2, 0.25)})
 
 
 def commit(folder: Path, files: dict[str, bytes]) -> None:
-    """Write a committed folder with these files."""
     folder.mkdir(parents=True)
     entries = []
     for name, data in files.items():

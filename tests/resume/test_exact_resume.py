@@ -73,7 +73,6 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Trainer]:
 
 @pytest.fixture(scope="module")
 def weights_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run that saved only its model."""
     folder = tmp_path_factory.mktemp("weights")
     trainer(folder, ROWS, **SHORT, save_only_model=True).train()
     return folder
@@ -236,8 +235,6 @@ def test_each_file_is_read_once_from_a_remote_store(monkeypatch: pytest.MonkeyPa
 
 
 class Untouched(Trainer):
-    """Says what was loaded into it."""
-
     loaded: list[str]
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

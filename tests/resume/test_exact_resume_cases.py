@@ -56,8 +56,6 @@ def maker(case: Case) -> Callable[..., Trainer]:
 
 
 class Known(Stream):
-    """A stream with a length."""
-
     def __len__(self) -> int:
         return len(self.rows)
 
@@ -96,8 +94,6 @@ def sortish_trainer(folder: Path, rows: Any, *, model: Any, callbacks: list[Any]
 
 
 class OwnLoader(Trainer):
-    """Gives a loader that the user built."""
-
     def get_train_dataloader(self) -> Any:
         return DataLoader(Augmented(ROWS), batch_size=4, shuffle=True, num_workers=self.args.dataloader_num_workers)
 

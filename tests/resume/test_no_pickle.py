@@ -107,7 +107,6 @@ class Sabotage(TrainerCallback):
 
 
 def life(folder: Path, callbacks: Sequence[TrainerCallback]) -> None:
-    """Train, stop, resume, evaluate, export, verify."""
     rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 3)} for n in range(16)]
     settings: dict[str, Any] = {
         "max_steps": 4,

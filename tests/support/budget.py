@@ -38,7 +38,6 @@ def _count_words(path: Path) -> int:
 
 
 def main() -> int:
-    """Print sizes and bounds; return 1 where one is passed."""
     budget = tomllib.loads((ROOT / "budget.toml").read_text(encoding="utf-8"))
     sizes = measure()
     for name, size in sizes.items():

@@ -69,14 +69,12 @@ def snapshot(step: int = 2, **changes: Any) -> Snapshot:
 
 
 def divided(whole: Snapshot) -> Snapshot:
-    """Divide a state into blocks, those of one process."""
     assert whole.optimizer is not None
     parts = collect_local_parts({"model": whole.model, "optimizer": whole.optimizer.tensors}, 0)
     return replace(whole, model={}, optimizer=replace(whole.optimizer, tensors={}), parts=parts)
 
 
 def save(root: Store, step: int = 2, **changes: Any) -> CheckpointInfo:
-    """Save one, alone."""
     return save_checkpoint(root, snapshot(step, **changes), SingleProcess())
 
 
@@ -91,13 +89,11 @@ def untrained(step: int = 2) -> Snapshot:
 
 
 def commit(root: Store, step: int, data: bytes = b"1234") -> None:
-    """Commit a checkpoint of one small file."""
     folder = root.child(f"checkpoint-{step}")
     write_commit(folder, "checkpoint", [folder.write_bytes("model.safetensors", data)], {"step": step})
 
 
 def steps(root: Store) -> list[int]:
-    """Steps of the committed checkpoints, newest first."""
     return [info.step for info in list_checkpoints(root)]
 
 

@@ -131,7 +131,6 @@ def fill_column(client: str, used: set[str]) -> None:
 
 
 def main(name: str) -> None:
-    """Run a client and write what happened into the documentation."""
     with tempfile.TemporaryDirectory() as folder:
         runs = run_set("own", SCRIPTS, Path(folder)) if name == "scripts" else run_cases(name, Path(folder))
     write_rows(runs)

@@ -27,12 +27,10 @@ _STAMP = "installed.sha256"
 
 
 def folder() -> Path:
-    """Return the folder of the clients' packages."""
     return Path(os.environ.get(VARIABLE) or Path(sys.prefix) / "clients")
 
 
 def pins() -> dict[str, str]:
-    """Return the clients' packages and their pinned versions."""
     lines = (line.split("#")[0].strip() for line in PINS.read_text(encoding="utf-8").splitlines())
     return dict(line.split("==") for line in lines if line)
 
@@ -48,7 +46,6 @@ def are_installed() -> bool:
 
 
 def distributions() -> Iterable[importlib.metadata.Distribution]:
-    """Return the distributions in the folder."""
     return importlib.metadata.distributions(path=[str(folder())])
 
 

@@ -95,7 +95,6 @@ class Running:
 
     @property
     def output(self) -> str:
-        """Return everything printed so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str, timeout: float = 90) -> str:
@@ -111,7 +110,6 @@ class Running:
         raise AssertionError(f"{text!r} was not printed (exit code {self.process.poll()}):\n{self.output}")
 
     def stop(self, number: int = signal.SIGINT, timeout: float = 60) -> int:
-        """Send a signal, wait, and return the exit code."""
         self.process.send_signal(number)
         return self.process.wait(timeout)
 

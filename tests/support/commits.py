@@ -12,5 +12,4 @@ def write_files(store: Store) -> list[FileEntry]:
 
 
 def committed(store: Store) -> Commit:
-    """Write them and commit them as a stage."""
     return write_commit(store, "stage", write_files(store), {"metrics": {"loss": 0.1}, "note": "é"})

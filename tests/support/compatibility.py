@@ -68,8 +68,6 @@ CALLBACKS = {name for name in trainer_lib.__all__ if "Callback" in name} | {"Exp
 
 
 class Row(NamedTuple):
-    """One row of the page."""
-
     section: str
     name: str
     status: str
@@ -79,7 +77,6 @@ class Row(NamedTuple):
 
     @property
     def needs(self) -> str | None:
-        """The package or extra that the row names."""
         return self.status.split("`")[1] if "`" in self.status else None
 
 
@@ -207,7 +204,6 @@ def _what_it_says(path: str, function: str) -> str:
 
 
 def main() -> None:
-    """Write the lists below the page's introduction."""
     introduction = PAGE.read_text(encoding="utf-8").partition("\n## ")[0]
     PAGE.write_text(f"{introduction}\n{lists()}", encoding="utf-8")
 

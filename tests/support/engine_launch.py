@@ -42,11 +42,9 @@ class Launch:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the launch has returned or raised."""
         return not self._thread.is_alive()
 
     def join(self, timeout: float = 120.0) -> Any:
-        """Wait for the end; returns the result or raises the failure."""
         self._thread.join(timeout)
         assert not self._thread.is_alive()
         if self.error is not None:
@@ -54,15 +52,12 @@ class Launch:
         return self.result
 
     def failure(self) -> TrainflowError:
-        """Wait for the failure of the launch."""
         with pytest.raises(TrainflowError) as caught:
             self.join()
         return caught.value
 
     def reported(self, kind: str) -> list[dict[str, Any]]:
-        """Return the events of a kind."""
         return [event for event in self.events if event["event"] == kind]
 
     def wait_for(self, kind: str, count: int = 1) -> None:
-        """Wait for events of a kind."""
         wait_until(lambda: len(self.reported(kind)) >= count or not self._thread.is_alive(), 90)

@@ -84,8 +84,6 @@ FAULTS = Faults()
 
 
 class FaultyFile:
-    """A file opened for writing."""
-
     def __init__(self, target: Any, path: str) -> None:
         self._target = target
         self._path = path
@@ -99,7 +97,6 @@ class FaultyFile:
             return len(half) if kind == "short" else len(whole)
 
     def close(self) -> None:
-        """Finish."""
         with FAULTS.write(f"close {self._path}"):
             self._target.close()
 
@@ -126,7 +123,6 @@ class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships 
             return FaultyFile(super()._open(path, mode, **kwargs), path)
 
     def pipe_file(self, path: str, value: bytes, mode: str = "overwrite", **kwargs: Any) -> None:
-        """One put."""
         if mode == "create" and self.exists(path):
             raise FileExistsError(path)
         with FAULTS.write(f"put {path}") as kind:
@@ -134,22 +130,18 @@ class FaultyFileSystem(MemoryFileSystem):  # type: ignore[misc]  # fsspec ships 
             super()._open(path, "wb").write(half if kind in ("short", "silent", "full") else value)
 
     def rm_file(self, path: str) -> None:
-        """One removal."""
         with FAULTS.write(f"remove {path}"):
             super().rm_file(path)
 
     def info(self, path: str, **kwargs: Any) -> Any:
-        """Looking needs a living process."""
         FAULTS.look()
         return super().info(path, **kwargs)
 
     def ls(self, path: str, detail: bool = True, **kwargs: Any) -> Any:
-        """Looking needs a living process."""
         FAULTS.look()
         return super().ls(path, detail, **kwargs)
 
     def find(self, path: str, **kwargs: Any) -> Any:
-        """Looking needs a living process."""
         FAULTS.look()
         return super().find(path, **kwargs)
 
@@ -167,7 +159,6 @@ class FaultyBackend:
         return getattr(self._inner, name)  # whatever only looks
 
     def child(self, rel: str) -> FaultyBackend:
-        """The folder below, with the same plan."""
         return FaultyBackend(self._inner.child(rel))
 
     def open_write(self, rel: str) -> Any:
@@ -183,7 +174,6 @@ class FaultyBackend:
         return FaultyFile(stream, rel)
 
     def finish(self, stream: Any) -> None:
-        """One write."""
         with FAULTS.write("close"):
             self._inner.finish(stream._target)
 
@@ -192,22 +182,18 @@ class FaultyBackend:
         self._inner.abort(stream._target, rel)
 
     def create(self, rel: str, data: bytes) -> bool:
-        """One write."""
         with FAULTS.write(f"create {rel}") as kind:
             return kind != "full" and bool(self._inner.create(rel, data))
 
     def delete(self, rel: str) -> None:
-        """One write."""
         with FAULTS.write(f"delete {rel}"):
             self._inner.delete(rel)
 
     def delete_tree(self, rel: str) -> None:
-        """One write."""
         with FAULTS.write(f"delete tree {rel}"):
             self._inner.delete_tree(rel)
 
     def sync(self) -> None:
-        """One write."""
         with FAULTS.write("sync"):
             self._inner.sync()
 

@@ -48,7 +48,6 @@ Read = Callable[[bytes], object]
 
 
 def targets(folder: Path) -> dict[str, Target]:
-    """Return every target; their files lie below `folder`."""
     save(Store.open(folder / "run"), 2)
     whole = folder / "run" / "checkpoint-2"
     found = {
@@ -75,7 +74,6 @@ def targets(folder: Path) -> dict[str, Target]:
 
 
 def _file(folder: Path, name: str, read: Callable[[Store, str], object]) -> Read:
-    """A reader of one file."""
     folder.mkdir(parents=True)
 
     def given(data: bytes) -> object:

@@ -60,13 +60,11 @@ def rezipped(
 
 
 def program_of(data: bytes) -> bytes:
-    """The pickle in a file of torch.save."""
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
         return archive.read(next(name for name in archive.namelist() if name.endswith("data.pkl")))
 
 
 def saved(value: Any) -> bytes:
-    """What torch.save writes."""
     out = io.BytesIO()
     torch.save(value, out)
     return out.getvalue()

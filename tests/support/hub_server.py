@@ -35,8 +35,6 @@ Fault = Callable[[str, str], "int | str | None"]
 
 @dataclass(frozen=True)
 class Blob:
-    """A file in a commit."""
-
     data: bytes
     lfs: bool
 
@@ -89,8 +87,6 @@ class _Server(ThreadingHTTPServer):
 
 
 class HubServer:
-    """The server; a context manager."""
-
     def __init__(self) -> None:
         self.token = "hf_" + "t" * 30  # made up
         self.repos: dict[str, Repo] = {}

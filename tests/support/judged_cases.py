@@ -108,7 +108,6 @@ def kto(folder: str) -> Losses:
 
 
 def reward(folder: str) -> Losses:
-    """Scores of pairs."""
     trainer = trl_cases.reward(folder)
     model, batch = moved(trainer)
     inputs = answers(None, (batch["input_ids"], batch["attention_mask"], batch["attention_mask"]))
@@ -119,7 +118,6 @@ CASES: dict[str, Callable[[str], Losses]] = {"dpo": dpo, "orpo": orpo, "kto": kt
 
 
 def main() -> None:
-    """Write the losses of every case."""
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
         found = {name: case(folder) for name, case in CASES.items()}
     Path(sys.argv[1]).write_text(json.dumps(found), encoding="utf-8")

@@ -22,7 +22,6 @@ def keras() -> Any:
 
 
 def keras_model() -> Any:
-    """The class `keras.Model`."""
     return keras().Model
 
 
@@ -75,7 +74,6 @@ def fit(model: Any, optimizer: Any, count: int, epochs: int, batch: int) -> list
 
 
 def arguments(folder: Path | str, **given: Any) -> TFTrainingArguments:
-    """Arguments of a short, quiet run on the CPU."""
     settings: dict[str, Any] = {
         "use_cpu": True,
         "per_device_train_batch_size": 4,
@@ -99,12 +97,10 @@ def trainer(folder: Path | str, data: Any, *, model: Any = None, cls: Any = TFTr
 
 
 def trained(folder: Path | str, data: Any, **given: Any) -> Any:
-    """A TFTrainer of `trainer` that has trained."""
     one = trainer(folder, data, **given)
     one.train()
     return one
 
 
 def weights(one: Any) -> dict[str, Any]:
-    """The model's parameters as arrays by name."""
     return {name: value.numpy().copy() for name, value in one.model.state_dict().items()}

@@ -86,7 +86,6 @@ class Owner:
         return found[0]
 
     def wait_for(self, *files: Path, timeout: float = 60.0) -> None:
-        """Wait until the workers have written all `files`."""
         wait_until(lambda: all(file.exists() for file in files), timeout)
         self.tree()
 
@@ -100,7 +99,6 @@ class Owner:
         return value
 
     def close(self) -> None:
-        """End what a failed test left."""
         for process in [*self.tree(), self.process]:
             if process.is_running():
                 process.kill()

@@ -13,7 +13,6 @@ _LIMITS = ("memory.limit_in_bytes", "memory.max")  # version 1, version 2
 
 
 def available() -> bool:
-    """Return whether this machine allows memory groups."""
     try:
         with limited(1 << 30):
             return True

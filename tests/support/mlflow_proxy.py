@@ -79,7 +79,6 @@ class Proxy(ThreadingHTTPServer):
 
     @property
     def uri(self) -> str:
-        """Its address, as a tracking URI."""
         return f"http://127.0.0.1:{self.server_address[1]}"
 
     def __enter__(self) -> Self:
@@ -92,7 +91,6 @@ class Proxy(ThreadingHTTPServer):
         self.server_close()
 
     def behave(self, mode: str, *, only: str = "") -> None:
-        """Set how requests are treated from now on."""
         self.mode, self.only = mode, only
 
     @override

@@ -32,12 +32,10 @@ def fresh_store(folder: Path) -> str:
 
 
 def client(uri: str) -> Any:
-    """A client of it."""
     return connect(uri)
 
 
 def runs(uri: str) -> list[Any]:
-    """Every run, oldest first."""
     one = connect(uri)
     experiments = [experiment.experiment_id for experiment in one.search_experiments()]
     return list(one.search_runs(experiments, order_by=["attributes.start_time ASC"]))

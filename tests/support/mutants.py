@@ -83,7 +83,6 @@ class Mutant:
 
     @property
     def title(self) -> str:
-        """Room, place and change in one line."""
         return f"{self.room}: {self.file} {self.function}: {self.kind}: {' '.join(self.before.split())[:70]}"
 
 
@@ -284,12 +283,10 @@ def run(depth: int, record: bool, only: str | None) -> int:
 
 
 def read() -> list[Mutant]:
-    """Read the list."""
     return [Mutant(**row) for row in json.loads(LIST.read_text(encoding="utf-8"))]
 
 
 def write(mutants: list[Mutant]) -> None:
-    """Write the list."""
     LIST.write_text(json.dumps([asdict(mutant) for mutant in mutants], indent=1) + "\n", encoding="utf-8")
 
 

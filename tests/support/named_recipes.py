@@ -39,7 +39,6 @@ class RecipeCase:
         return prepare_sources(self.name, [str(where / self.file)], {**self.options, **options}, where)
 
     def refused(self, where: Path, content: str, /, **options: Any) -> TrainflowError:
-        """The refusal of a file with this content, or of the options."""
         return refusal(lambda: self.prepare(where, content, **options))
 
 
@@ -122,12 +121,15 @@ def prove_resume(
     prove(make, folder, 5)
 
 
-def save_base(prepared: Prepared, folder: Path, seed: int = 0, **config: Any) -> Path:
-    """A folder with a language model at random and its tokenizer, as `save_pretrained` writes them."""
-    recipe, _, data = prepared
-    torch.manual_seed(seed)
-    model: Any = recipe.build_model({"config": {**WIDE, **config}}, data)
+def save_model(prepared: Prepared, model: Any, folder: Path) -> Path:
+    """A folder with a model and its tokenizer, as `save_pretrained` writes them."""
     model.save_pretrained(folder)
-    for name in data.info["tokenizer"]:
-        (folder / Path(name).name).write_bytes(data.read_file(name))
+    for name in prepared[2].info["tokenizer"]:
+        (folder / Path(name).name).write_bytes(prepared[2].read_file(name))
     return folder
+
+
+def save_base(prepared: Prepared, folder: Path, seed: int = 0, **config: Any) -> Path:
+    """A folder with a language model at random and its tokenizer."""
+    torch.manual_seed(seed)
+    return save_model(prepared, prepared[0].build_model({"config": {**WIDE, **config}}, prepared[2]), folder)

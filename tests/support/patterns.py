@@ -108,10 +108,7 @@ class Case(NamedTuple):
 
 
 class Table(dict[str, Case]):
-    """Patterns by name."""
-
     def add(self, pattern: Pattern) -> Pattern:
-        """Decorate a pattern."""
         self[pattern.__name__] = Case(pattern)
         return pattern
 
@@ -183,7 +180,6 @@ def assert_same(case: Case, folder: Path, bounds: Bounds = USUAL) -> None:
 
 
 def compare(ours: dict[str, Any], theirs: dict[str, Any], bounds: Bounds = USUAL) -> None:
-    """Assert that two outcomes are equal."""
     assert ours["step"] == theirs["step"]
     assert [sorted(entry) for entry in ours["logs"]] == [sorted(entry) for entry in theirs["logs"]]
     for one, other in zip(ours["logs"], theirs["logs"], strict=True):

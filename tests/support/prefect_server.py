@@ -58,26 +58,22 @@ class Server:
         return process
 
     def serve(self) -> None:
-        """Start the server, and wait until it answers."""
         factory = ("--factory", "prefect.server.api.server:create_app")
         process = self.start("uvicorn", *factory, "--port", str(self.port), "--log-level", "error")
         wait_for("the server", lambda: self.answers() or process.poll() is not None, 150)
         assert process.poll() is None, self.log.read_text()
 
     def stop(self) -> None:
-        """End everything that was started, the newest first."""
         for process in reversed(self._processes):
             process.terminate()
             process.wait(40)
 
     def answers(self) -> bool:
-        """Return whether the server is healthy."""
         with contextlib.suppress(httpx.TransportError):
             return self.api("GET", "health") is True
         return False
 
     def api(self, method: str, path: str, body: Any = None) -> Any:
-        """Send a request, and return its answer."""
         deadline = time.monotonic() + 60
         while True:
             answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=60)
@@ -89,12 +85,10 @@ class Server:
         return answer.json() if answer.content else None
 
     def deployment(self, name: str) -> dict[str, Any]:
-        """Return the deployment of that name."""
         [found] = self.api("POST", "deployments/filter", {"deployments": {"name": {"any_": [name]}}})
         return dict(found)
 
     def run(self, deployment: str) -> str:
-        """Start a run of a deployment, and return its id."""
         return str(self.api("POST", f"deployments/{self.deployment(deployment)['id']}/create_flow_run", {})["id"])
 
     def runs(self, deployment: str, *states: str) -> list[dict[str, Any]]:
@@ -106,7 +100,6 @@ class Server:
         return list(self.api("POST", "flow_runs/filter", wanted))
 
     def prefect(self, *arguments: str) -> str:
-        """Run a command of Prefect's, and return its output."""
         done = subprocess.run(
             [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
             env={**os.environ, **self.environ},

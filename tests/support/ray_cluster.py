@@ -73,7 +73,6 @@ class RayCluster:
         raise AssertionError(f"the cluster has ended with {code}: {(self._folder / 'cluster.log').read_text()}")
 
     def close(self) -> None:
-        """End every raylet."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait(60)

@@ -78,7 +78,6 @@ class Machine:
         return f"10.0.0.{self.number + 1}"
 
     def called(self, method: str) -> list[dict[str, Any]]:
-        """The arguments of a method's calls so far."""
         return [fields for name, fields in self.calls if name == method]
 
     def answer(self, method: str) -> Any:
@@ -91,8 +90,6 @@ class Machine:
 
 
 class FakeRay(types.ModuleType):
-    """The package, and its cluster."""
-
     def __init__(self, *machines: Machine) -> None:
         super().__init__("ray")
         self.machines = machines
@@ -177,8 +174,6 @@ def _module(name: str, **attributes: Any) -> types.ModuleType:
 
 @dataclass(eq=False)
 class _Call:
-    """What is waited for."""
-
     answer: Any
 
 

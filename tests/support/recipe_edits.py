@@ -209,7 +209,6 @@ EDITS = ("number", "number", "number", "number", "delete", "swap", "effect", "co
 
 
 def edit(project: Project, draw: random.Random) -> tuple[Project, str]:
-    """An edited copy, and what was done."""
     found = project.copy()
     file = draw.choice([found.base, found.helper, found.recipe, found.recipe])
     kind = draw.choice(EDITS)
@@ -375,7 +374,6 @@ FACTS: dict[str, StageFacts] = {
 
 
 def _publish(plan: Plan) -> PublishFacts:
-    """Publish one file below the storage."""
     to = publication_target(plan.spec.publish, plan.context)
     done = open_hub(to).publish(Content({}, {"README.md": b"published"}), message="again")
     return PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created)

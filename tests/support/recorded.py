@@ -24,7 +24,6 @@ _FACTS: dict[str, dict[str, Any]] = {"prepare-data": {"splits": {}}, "predict": 
 
 
 def key_of(stage: str, seed: str) -> StageKey:
-    """Return the key that `seed` makes."""
     return stage_key(stage, {"seed": seed, "recipe": {"recipe.py:prepare": hashlib.sha256(seed.encode()).hexdigest()}})
 
 
@@ -53,7 +52,6 @@ def commit_facts(storage: str, key: StageKey, facts: StageFacts, *, metrics: dic
 
 
 def record_run(storage: str, run_id: str, *, day: int, stages: dict[str, str] | None = None, **fields: Any) -> None:
-    """Record a run that began on a day of November 2026."""
     plain = {
         "format": 1,
         "name": "toy",
@@ -127,6 +125,5 @@ def folders(storage: str, *run_ids: str) -> set[tuple[str, str]]:
 
 
 def train_spec(storage: str, **args: Any) -> PipelineSpec:
-    """Return a spec whose training has these arguments."""
     plain = {"name": "toy", "recipe": "recipe.py", "storage": storage, "train": {"args": args}}
     return PipelineSpec.model_validate(plain)

@@ -19,7 +19,6 @@ def sources(*folders: str) -> Iterator[Path]:
 
 
 def tree(path: Path) -> ast.Module:
-    """A file's syntax tree."""
     return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
 
 
@@ -29,7 +28,6 @@ def relative(path: Path) -> str:
 
 
 def pyproject() -> dict[str, Any]:
-    """pyproject.toml."""
     return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
 

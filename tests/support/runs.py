@@ -47,7 +47,6 @@ def broken(folder: Path, old: str, new: str) -> int:
 
 
 def newest_flow_run() -> Any:
-    """Return Prefect's record of the flow run that started last."""
     from prefect.client.orchestration import get_client
     from prefect.client.schemas.sorting import FlowRunSort
 
@@ -72,7 +71,6 @@ def artifacts_of(flow_run_id: Any) -> dict[str, Any]:
 
 
 def only_folder(folder: Path) -> Path:
-    """The one folder in a folder."""
     [found] = [path for path in folder.iterdir() if path.is_dir()]
     return found
 

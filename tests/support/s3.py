@@ -42,7 +42,6 @@ class S3Server:
 
     @property
     def env(self) -> dict[str, str]:
-        """The environment of a client."""
         return {
             "AWS_ENDPOINT_URL": self.endpoint,
             "AWS_ACCESS_KEY_ID": "test-key",
@@ -90,7 +89,6 @@ def stop(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture(scope="session")
 def s3_server() -> Iterator[S3Server]:
-    """One server for the whole session."""
     process, server = start()
     yield server
     stop(process)
@@ -118,5 +116,4 @@ def s3_faults(s3_server: S3Server) -> Iterator[S3Server]:
 
 @pytest.fixture
 def s3_url(s3_bucket: str) -> str:
-    """A folder in a new bucket, as a URL."""
     return f"s3://{s3_bucket}/tests"

@@ -134,7 +134,6 @@ class Quiet(WSGIRequestHandler):
 
 
 def main() -> None:
-    """Serve on a free port until standard input ends."""
     # What moto signs with, and whose requests it takes, does not matter here; real credentials must not be reachable.
     os.environ.update(AWS_ACCESS_KEY_ID="server", AWS_SECRET_ACCESS_KEY="server")
     app = Plan(AtomicConditions(DomainDispatcherApplication(create_backend_app)))

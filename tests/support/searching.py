@@ -31,5 +31,4 @@ def search_trainer(folder: Path | str, **given: Any) -> Any:
 
 
 def rate(trial: Any) -> dict[str, Any]:
-    """A space of one argument."""
     return {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)}

@@ -54,14 +54,11 @@ _COMMON: dict[str, Any] = {
 
 
 class InOrder(DefaultBatchSampler):  # type: ignore[misc]
-    """The dataset's own order."""
-
     def __init__(self, dataset: Any, **given: Any) -> None:
         super().__init__(torch.utils.data.SequentialSampler(dataset), **given)
 
 
 def columns(count: int, *names: str, first: int = 0, **label: list[Any]) -> Dataset:
-    """Rows of texts under these names, and a label."""
     texts = {name: [TEXTS[(first + i + 9 * place) % 40] for i in range(count)] for place, name in enumerate(names)}
     return Dataset.from_dict({**texts, **{name: values[:count] for name, values in label.items()}})
 
@@ -75,7 +72,6 @@ def _bert() -> str:
 
 
 def encoder() -> SentenceTransformer:
-    """A tiny BERT and the mean of its tokens."""
     folder = _bert()
     torch.manual_seed(0)  # the folder has no pooler: its weights are drawn when the model is loaded
     body = Transformer(folder, max_seq_length=16)
@@ -83,7 +79,6 @@ def encoder() -> SentenceTransformer:
 
 
 def scorer(labels: int = 1) -> CrossEncoder:
-    """A tiny BERT that reads two texts."""
     folder = _bert()
     torch.manual_seed(0)
     return CrossEncoder(folder, num_labels=labels, device="cpu")
@@ -170,7 +165,6 @@ def _several(folder: str, sampler: MultiDatasetBatchSamplers, **given: Any) -> A
 
 
 def in_turn(folder: str) -> Any:
-    """Two data sets in turn, each with its loss."""
     prompts = {"scores": "the ", "classes": "a "}
     return _several(folder, MultiDatasetBatchSamplers.ROUND_ROBIN, prompts=prompts)
 
@@ -194,7 +188,6 @@ def triplets(folder: str) -> Any:
 
 
 def nested(folder: str) -> Any:
-    """A loss around a loss that computes its gradients in pieces."""
     model = encoder()
     inner = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
     return SentenceTransformerTrainer(
@@ -219,7 +212,6 @@ def parts(folder: str) -> Any:
 
 
 def streamed(folder: str) -> Any:
-    """A stream of rows."""
     model = encoder()
     kinds = Features({"sentence1": Value("string"), "sentence2": Value("string"), "score": Value("float32")})
     rows = columns(16, "sentence1", "sentence2", score=SCORES).to_iterable_dataset().cast(kinds)
@@ -284,12 +276,10 @@ def lists(folder: str) -> Any:
 
 
 def load_encoder(folder: str) -> Any:
-    """A saved encoder."""
     return SentenceTransformer(folder, device="cpu")
 
 
 def load_scorer(folder: str) -> Any:
-    """A saved cross-encoder."""
     return CrossEncoder(folder, device="cpu")
 
 

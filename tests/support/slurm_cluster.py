@@ -60,7 +60,6 @@ PartitionName=high Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=10 Preempt
 
 
 def is_installed() -> bool:
-    """Whether Slurm's programs are here and may be started."""
     return os.geteuid() == 0 and all(map(shutil.which, PROGRAMS))
 
 

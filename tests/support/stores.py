@@ -48,7 +48,6 @@ def faults() -> Iterator[Faults]:
 
 @pytest.fixture
 def faulty_url(faults: Faults) -> str:
-    """A folder on ``faulty://``."""
     return "faulty://bucket/tests"
 
 
@@ -65,7 +64,6 @@ def any_url(request: pytest.FixtureRequest, tmp_path: Path, s3_server: S3Server)
 
 @pytest.fixture
 def any_store(any_url: str) -> Store:
-    """`any_url`, opened."""
     from trainer_lib.storage import Store
 
     return Store.open(any_url)

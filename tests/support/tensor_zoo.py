@@ -12,7 +12,6 @@ NAME = "model.safetensors"
 
 
 def save(store: Store, tensors: dict[str, Tensor]) -> FileEntry:
-    """Write tensors to `NAME`."""
     with store.open_write(NAME) as writer:
         write_safetensors(writer, tensors)
     return writer.entry
@@ -25,7 +24,6 @@ def bits(tensor: Tensor) -> bytes:
 
 
 def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    """Names, dtypes, shapes and every bit are equal."""
     assert found.keys() == wanted.keys()
     for name, tensor in wanted.items():
         assert found[name].dtype == tensor.dtype, name

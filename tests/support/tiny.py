@@ -90,13 +90,11 @@ def prepared(folder: Path) -> PreparedData:
 
 
 def train_request(folder: Path, data: PreparedData, output: str, **args: Any) -> Any:
-    """A request to train the recipe."""
     more = {"data": data, "model": {}, "args": {**ARGS, **args}, "train_split": "train", "eval_split": None}
     return request(folder, RECIPE, "train", output=output, **more)
 
 
 def run(asked: Request[R], env: dict[str, str] | None = None, **config: Any) -> R:
-    """Launch a request and wait for its result."""
     return launch(
         asked,
         LaunchConfig(**{"grace_s": 20.0, **config}),

@@ -61,7 +61,6 @@ def trainer(
 
 
 def trained(folder: Path | str, train: Any, **given: Any) -> Trainer:
-    """A Trainer of `trainer` that has trained."""
     made = trainer(folder, train, **given)
     made.train()
     return made

@@ -60,7 +60,6 @@ def chats(count: int = 16) -> Any:
 
 
 def pairs(count: int = 16) -> Any:
-    """A prompt with a chosen and a rejected answer."""
     from datasets import Dataset
 
     return Dataset.from_list(
@@ -76,7 +75,6 @@ def pairs(count: int = 16) -> Any:
 
 
 def lora() -> Any:
-    """A LoRA of rank 2 on two projections."""
     from peft import LoraConfig
 
     return LoraConfig(task_type="CAUSAL_LM", r=2, lora_alpha=4, lora_dropout=0.0, target_modules=["q_proj", "v_proj"])
@@ -96,7 +94,6 @@ def rewarder() -> Any:
 
 # ------------------------------------------------------------------------------------------------------------ builders
 def sft(folder: str, *, streams: bool = False, peft: bool = False, **given: Any) -> Any:
-    """An `SFTTrainer` on conversations."""
     from trl import SFTConfig, SFTTrainer
 
     data = chats()
@@ -149,7 +146,6 @@ def dpo(folder: str, *, peft: bool = False, **given: Any) -> Any:
 
 
 def reward(folder: str, **given: Any) -> Any:
-    """A `RewardTrainer` on preferences."""
     from trl import RewardConfig, RewardTrainer
 
     data = pairs().remove_columns("prompt")
@@ -163,7 +159,6 @@ def reward(folder: str, **given: Any) -> Any:
 
 
 def kto(folder: str, **given: Any) -> Any:
-    """A `KTOTrainer` on answers that are good or bad."""
     from trl import KTOConfig, KTOTrainer
 
     data = pairs()
@@ -210,21 +205,18 @@ def grpo(folder: str, **given: Any) -> Any:
 
 # ------------------------------------------------------------------------------------------------------------- loaders
 def load_causal(folder: str) -> Any:
-    """A saved decoder."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
 def load_rewarder(folder: str) -> Any:
-    """A saved model with one number per sequence."""
     from transformers import AutoModelForSequenceClassification
 
     return AutoModelForSequenceClassification.from_pretrained(folder)
 
 
 def load_adapter(folder: str) -> Any:
-    """A saved adapter on a new base model."""
     from peft import PeftModel
 
     return PeftModel.from_pretrained(tiny_models.llama(), folder)

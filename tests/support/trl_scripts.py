@@ -21,7 +21,6 @@ SCRIPTS = {"sft": ("decoder", "chats"), "dpo": ("decoder", "pairs"), "reward": (
 
 
 def make_inputs(folder: Path) -> None:
-    """Save models and data where the scripts read them."""
     for name, model in (("decoder", tiny_models.llama()), ("rewarder", rewarder())):
         model.save_pretrained(folder / name)
         tokenizer().save_pretrained(folder / name)
@@ -51,7 +50,6 @@ def _words(given: dict[str, Any]) -> Iterator[str]:
 
 
 def main(side: str, folder: str) -> None:
-    """Run every script, one after the other."""
     if side == "ours":
         use_our_trainer()
     make_inputs(Path(folder))

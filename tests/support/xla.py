@@ -19,7 +19,6 @@ VARIABLE = "TRAINFLOW_XLA_PYTHON"
 
 
 def is_installed() -> bool:
-    """Whether an interpreter with torch_xla is named and there."""
     named = os.environ.get(VARIABLE)
     return named is not None and Path(named).is_file()
 

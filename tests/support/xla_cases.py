@@ -160,7 +160,6 @@ def compiled_graphs(folder: Path) -> list[int]:
 
 
 def refusals(folder: Path) -> dict[str, str]:
-    """Error texts of arguments that XLA devices do not serve."""
     from trainer_lib.errors import ConfigError
 
     found = {}

@@ -24,7 +24,6 @@ def preprocess_logits_for_metrics(logits: Any, labels: Any) -> Any:
 
 
 def compute_metrics(given: Any) -> dict[str, float]:
-    """Accuracy of the next token."""
     predictions, labels = given
     return {"accuracy": float((predictions[:, :-1].reshape(-1) == labels[:, 1:].reshape(-1)).mean())}
 

@@ -23,7 +23,6 @@ def preprocess_logits_for_metrics(logits: Any, labels: Any) -> Any:
 
 
 def compute_metrics(given: Any) -> dict[str, float]:
-    """Accuracy at the masked places."""
     predictions, labels = given
     masked = labels.reshape(-1) != -100
     return {"accuracy": float((predictions.reshape(-1) == labels.reshape(-1))[masked].mean())}

@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class ModelArguments:
-    """Which model."""
-
     model_name_or_path: str = field(metadata={"help": "Folder of the model and its tokenizer."})
 
 
@@ -75,7 +73,6 @@ def begin(training_args: Any) -> str | None:
 
 
 def read_rows(data_args: DataArguments) -> Any:
-    """The data files as a dictionary of datasets."""
     files = {"train": data_args.train_file, "validation": data_args.validation_file}
     if data_args.test_file is not None:
         files["test"] = data_args.test_file
@@ -110,14 +107,12 @@ def train(trainer: Any, training_args: Any, last_checkpoint: str | None, rows: A
 
 
 def report(trainer: Any, split: str, metrics: dict[str, Any], rows: Any) -> None:
-    """Print and write the metrics of a split."""
     metrics[f"{split}_samples"] = len(rows)
     trainer.log_metrics(split, metrics)
     trainer.save_metrics(split, metrics)
 
 
 def finish(trainer: Any, training_args: Any, **card: Any) -> None:
-    """Publish the model, or write its card."""
     if training_args.push_to_hub:
         trainer.push_to_hub(**card)
     else:

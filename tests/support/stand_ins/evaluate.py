@@ -9,13 +9,10 @@ import numpy as np
 
 
 class Metric:
-    """A metric by name."""
-
     def __init__(self, function: Callable[[Any, Any], dict[str, float]]) -> None:
         self._function = function
 
     def compute(self, predictions: Any = None, references: Any = None, **_: Any) -> dict[str, float]:
-        """Compare predictions with references."""
         return self._function(predictions, references)
 
 
@@ -55,5 +52,4 @@ _METRICS = {"accuracy": _accuracy, "seqeval": _tags, "sacrebleu": _words, "squad
 
 
 def load(name: str, *_: Any, **__: Any) -> Metric:
-    """The metric of this name."""
     return Metric(_METRICS[name])

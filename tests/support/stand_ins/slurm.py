@@ -42,13 +42,11 @@ def main(argv: list[str]) -> int:
 
 
 def state_of(folder: Path, number: str) -> dict[str, Any]:
-    """Return the state of a job."""
     found: dict[str, Any] = json.loads((folder / "jobs" / number / "state.json").read_text())
     return found
 
 
 def set_state(folder: Path, number: str, **changes: Any) -> None:
-    """Change the state of a job."""
     path = folder / "jobs" / number / "state.json"
     before = state_of(folder, number) if path.exists() else {}
     temporary = path.with_suffix(f".{os.getpid()}")

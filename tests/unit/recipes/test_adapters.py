@@ -45,7 +45,6 @@ def chats(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 
 @pytest.fixture(scope="module")
 def base(chats: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model in a folder, with its tokenizer."""
     return save_base(chats, tmp_path_factory.mktemp("base"))
 
 

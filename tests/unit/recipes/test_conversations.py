@@ -61,27 +61,7 @@ def answers(made: Prepared, split: str = "train") -> list[str]:
     return [tokenizer.decode(np.asarray(row["input_ids"])[np.asarray(row["trained"])]) for row in made[1][split]]
 
 
-# -- shapes -----------------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("row", "shape"),
-    [
-        ({"messages": [USER, ANSWER]}, "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]}, "messages"),
-        ({"conversations": [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "1"}]}, "conversations"),
-        ({"instruction": "one?", "input": "", "output": "1"}, "instruction"),
-        ({"prompt": "one?", "completion": "1"}, "prompt"),
-        ({"prompt": [USER], "completion": [ANSWER]}, "prompt"),
-    ],
-)
-def test_rows_of_each_shape_are_the_same_conversation(tmp_path: Path, row: dict[str, Any], shape: str) -> None:
-    made = CHATS.prepare(tmp_path, lines(*[row] * 8), pack=[])
-    assert made[2].info["shape"] == shape
-    assert answers(made) == [f"1{END}"] * 6
-    text = kept_tokenizer(made[2]).decode(made[1]["train"][0]["input_ids"])
-    assert text == f"{TURN}user\none?{END}\n{TURN}assistant\n1{END}\n"
-    assert f"assistant\n⟦1{END}⟧" in made[2].read_file("conversations.txt").decode()
-
-
+# -- shapes: test_strange_chats.py has them all ----------------------------------------------------------------------
 def test_conversations_of_two_sources_share_no_row(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text(lines(*[{"messages": [USER, ANSWER]}] * 9))
     (tmp_path / "b.jsonl").write_text(lines(*[{"messages": TWICE}] * 7))

@@ -40,7 +40,6 @@ def prepared(folder: Path, sources: list[Path], /, **options: Any) -> Prepared:
 
 
 def written(folder: Path, count: int = 150) -> Path:
-    """A folder of digits, with a folder for each class."""
     for name, content in list(digits().items())[:count]:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(content)
@@ -333,7 +332,6 @@ TIMM: dict[str, Any] = {
 
 @pytest.fixture
 def timm(tmp_path: Path) -> str:
-    """A model of timm without its weights."""
     (tmp_path / "config.json").write_text(json.dumps(TIMM))
     return str(tmp_path)
 

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from tests.support.model_folders import publish_recipe, remove_fetched_code
-from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prove_resume, trained, trainer_of
+from tests.support.named_recipes import (
+    TINY,
+    Prepared,
+    RecipeCase,
+    collate_of,
+    prove_resume,
+    save_model,
+    trained,
+    trainer_of,
+)
 from trainer_lib import load_model
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
@@ -293,13 +302,7 @@ def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp
 
 @pytest.fixture(scope="module")
 def base(marks: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a language model and its tokenizer."""
-    model: Any = marks[0].build_model({}, marks[2])
-    folder = tmp_path_factory.mktemp("base")
-    model.save_pretrained(folder)
-    for name in marks[2].info["tokenizer"]:
-        (folder / Path(name).name).write_bytes(marks[2].read_file(name))
-    return folder
+    return save_model(marks, marks[0].build_model({}, marks[2]), tmp_path_factory.mktemp("base"))
 
 
 def test_a_language_model_becomes_one_of_rewards_by_adapters_and_a_new_head(base: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from tests.support.named_recipes import (
     collate_of,
     prepare_sources,
     prove_resume,
+    save_model,
     trained,
     trainer_of,
 )
@@ -57,14 +58,6 @@ def prepare(where: Path, *sources: str, **options: Any) -> Prepared:
     return prepare_sources("causal-language-modeling", list(sources or SOURCES), {**usual, **options}, where)
 
 
-def save(made: Prepared, model: Any, folder: Path) -> Path:
-    """A folder with a model and its tokenizer, as `save_pretrained` writes them."""
-    model.save_pretrained(folder)
-    for name in made[2].info["tokenizer"]:
-        (folder / Path(name).name).write_bytes(made[2].read_file(name))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def packed(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
     return prepare(tmp_path_factory.mktemp("packed"))
@@ -73,7 +66,7 @@ def packed(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 @pytest.fixture(scope="module")
 def base(packed: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
-    return save(packed, packed[0].build_model({"config": TINY}, packed[2]), tmp_path_factory.mktemp("base"))
+    return save_model(packed, packed[0].build_model({"config": TINY}, packed[2]), tmp_path_factory.mktemp("base"))
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +80,7 @@ def known(pairs: Prepared, tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     for each in model.parameters():  # not the one that the seed of the options gives
         each.data += 0.05 * torch.randn_like(each)
-    return save(pairs, model, tmp_path_factory.mktemp("known"))
+    return save_model(pairs, model, tmp_path_factory.mktemp("known"))
 
 
 @pytest.fixture(scope="module")

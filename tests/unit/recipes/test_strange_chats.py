@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -16,7 +17,7 @@ import pytest
 from tests.support.named_recipes import prepare_sources, refusal
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.texts.conversations import find_shape, read_conversation, read_question
-from trainer_lib.recipes.texts.templates import END
+from trainer_lib.recipes.texts.templates import END, TURN
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 
 OPTIONS: dict[str, Any] = {"vocabulary": 300, "length": 128, "split": {"validation": 0, "test": 0.25}}
@@ -45,46 +46,50 @@ def parquet(**columns: Any) -> bytes:
     return written.getvalue()
 
 
-READ: dict[str, tuple[str, bytes, str]] = {
-    "lines": ("a.jsonl", jsonl(*[ROW] * ROWS), "messages"),
-    "a mark of the order of bytes": ("a.jsonl", b"\xef\xbb\xbf" + jsonl(*[ROW] * ROWS), "messages"),
-    "empty lines at the end": ("a.jsonl", jsonl(*[ROW] * ROWS) + b"\n\n  \n", "messages"),
-    "an array": ("a.json", json.dumps([ROW] * ROWS, indent=2).encode(), "messages"),
-    "ShareGPT's turns as messages": ("a.jsonl", jsonl(*[{"messages": SHAREGPT}] * ROWS), "messages"),
-    "OpenAI's turns as conversations": ("a.jsonl", jsonl(*[{"conversations": TURNS}] * ROWS), "conversations"),
-    "JSON in a CSV": ("a.csv", table(messages=json.dumps(TURNS)), "messages"),
-    "JSON in a Parquet file": ("a.parquet", parquet(conversations=json.dumps(SHAREGPT)), "conversations"),
-    "nested lists": ("a.parquet", parquet(messages=[{**USER, "tool_calls": None}, ANSWER]), "messages"),
-    "parts of text": (
-        "a.jsonl",
-        jsonl(*[{"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]}] * ROWS),
-        "messages",
-    ),
-    "Alpaca in a CSV": ("a.csv", table(instruction="one?", input="", output="1"), "instruction"),
-    "other columns": ("a.jsonl", jsonl(*[{"id": 1, "messages": TURNS, "text": "x"}] * ROWS), "messages"),
-    "an empty column beside": (
-        "a.jsonl",
-        jsonl(*[{"messages": None, "conversations": SHAREGPT}] * ROWS),
-        "conversations",
-    ),
-    "two shapes": ("a.jsonl", jsonl(*[ROW, {"conversations": SHAREGPT}] * (ROWS // 2)), "messages, conversations"),
+def of(*rows: Any) -> tuple[str, bytes]:
+    """A file with these rows, repeated to `ROWS`."""
+    return "a.jsonl", jsonl(*rows * (ROWS // len(rows)))
+
+
+PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]}
+CALLS = [{**USER, "tool_calls": None}, ANSWER]
+#: What is in a file, and the shape that it has.
+READ: dict[str, tuple[tuple[str, bytes], str]] = {
+    "lines": (of(ROW), "messages"),
+    "a mark of the order of bytes": (("a.jsonl", b"\xef\xbb\xbf" + of(ROW)[1]), "messages"),
+    "empty lines at the end": (("a.jsonl", of(ROW)[1] + b"\n\n  \n"), "messages"),
+    "an array": (("a.json", json.dumps([ROW] * ROWS, indent=2).encode()), "messages"),
+    "ShareGPT's turns": (of({"conversations": SHAREGPT}), "conversations"),
+    "ShareGPT's turns as messages": (of({"messages": SHAREGPT}), "messages"),
+    "OpenAI's turns as conversations": (of({"conversations": TURNS}), "conversations"),
+    "JSON in a CSV": (("a.csv", table(messages=json.dumps(TURNS))), "messages"),
+    "JSON in a Parquet file": (("a.parquet", parquet(conversations=json.dumps(SHAREGPT))), "conversations"),
+    "nested lists": (("a.parquet", parquet(messages=CALLS)), "messages"),
+    "parts of text": (of(PARTS), "messages"),
+    "Alpaca": (of({"instruction": "one?", "input": "", "output": "1"}), "instruction"),
+    "Alpaca in a CSV": (("a.csv", table(instruction="one?", input="", output="1")), "instruction"),
+    "texts": (of({"prompt": "one?", "completion": "1"}), "prompt"),
+    "lists of turns": (of({"prompt": [USER], "completion": [ANSWER]}), "prompt"),
+    "other columns": (of({"id": 1, "messages": TURNS, "text": "x"}), "messages"),
+    "an empty column beside": (of({"messages": None, "conversations": SHAREGPT}), "conversations"),
+    "two shapes": (of(ROW, {"conversations": SHAREGPT}), "messages, conversations"),
 }
 
 
 @pytest.mark.parametrize("name", READ)
 def test_a_file_of_conversations_is_read(tmp_path: Path, name: str) -> None:
-    file, content, shape = READ[name]
+    (file, content), shape = READ[name]
     (tmp_path / file).write_bytes(content)
-    _, splits, data = prepare_sources("supervised-fine-tuning", [str(tmp_path / file)], OPTIONS, tmp_path)
+    options = {**OPTIONS, "pack": []}
+    _, splits, data = prepare_sources("supervised-fine-tuning", [str(tmp_path / file)], options, tmp_path)
     assert data.info["shape"] == shape
     assert data.info["summary"][0].startswith(f"{ROWS} conversations: ")
-    texts = [kept_tokenizer(data).decode(row["input_ids"]) for row in splits["train"] + splits["test"]]
-    assert sum(text.count(f"1{END}") for text in texts) == ROWS
-    assert sum(text.count("one?") for text in texts) == ROWS
-
-
-def turns(*given: Any) -> bytes:
-    return jsonl(*[ROW] * ROWS, {"messages": list(given)})
+    tokenizer, rows = kept_tokenizer(data), splits["train"] + splits["test"]
+    text = f"{TURN}user\none?{END}\n{TURN}assistant\n1{END}\n"
+    assert [tokenizer.decode(row["input_ids"]) for row in rows] == [text] * ROWS
+    trained = [tokenizer.decode(np.asarray(row["input_ids"])[np.asarray(row["trained"])]) for row in rows]
+    assert trained == [f"1{END}"] * ROWS
+    assert f"assistant\n⟦1{END}⟧" in data.read_file("conversations.txt").decode()
 
 
 def calling(arguments: Any, **tool: Any) -> dict[str, Any]:
@@ -94,86 +99,61 @@ def calling(arguments: Any, **tool: Any) -> dict[str, Any]:
     return {"messages": [USER, asks, {"role": "tool", "content": "3"}, ANSWER], "tools": [{"type": "function", **tool}]}
 
 
-CALL = {"type": "function", "function": {"name": "f", "arguments": {}}}
-PLACE = f"row {ROWS} (line {ROWS + 1}): "
-REFUSED: dict[str, tuple[str, bytes, str]] = {
+def begun(**first: Any) -> dict[str, Any]:
+    return {"messages": [first, ANSWER]}
+
+
+OLD_CALL = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": {}}}
+OLD_ANSWER = {"role": "function", "name": "f", "content": "3"}
+#: A row behind sound ones, and what is said of it.
+FAULTY: dict[str, tuple[dict[str, Any], str]] = {
     "a name of ShareGPT": (
-        "a.jsonl",
-        turns({"role": "human", "content": "a"}, ANSWER),
-        f"{PLACE}turn 1: the role 'human' is unknown (write 'user')",
-    ),
+        begun(role="human", content="a"), "turn 1: the role 'human' is unknown (write 'user')"),
     "another name for roles": (
-        "a.jsonl",
-        turns({"speaker": "user", "content": "a"}, ANSWER),
-        f"{PLACE}turn 1: it has no role; its keys are speaker, content",
-    ),
-    "another name for texts": (
-        "a.jsonl",
-        turns({"role": "user", "text": "a"}, ANSWER),
-        f"{PLACE}turn 1: it is empty: its keys are role, text",
-    ),
-    "no text": ("a.jsonl", turns({"role": "user", "content": None}, ANSWER), f"{PLACE}turn 1: it is empty"),
+        begun(speaker="user", content="a"), "turn 1: it has no role; its keys are speaker, content"),
+    "another name for texts": (begun(role="user", text="a"), "turn 1: it is empty: its keys are role, text"),
+    "no text": (begun(role="user", content=None), "turn 1: it is empty"),
     "a call as OpenAI had it": (
-        "a.jsonl",
-        turns(USER, {"role": "assistant", "content": None, "function_call": CALL["function"]}, ANSWER),
-        f"{PLACE}turn 2: 'function_call' is an old name (write 'tool_calls': [",
-    ),
+        {"messages": [USER, OLD_CALL, ANSWER]}, "turn 2: 'function_call' is an old name (write 'tool_calls': ["),
     "a function's answer": (
-        "a.jsonl",
-        turns(USER, {"role": "function", "name": "f", "content": "3"}, ANSWER),
-        f"{PLACE}turn 2: the role 'function' is unknown (write 'tool')",
-    ),
-    "arguments that are no JSON": (
-        "a.jsonl",
-        jsonl(*[ROW] * ROWS, calling("{x: 1}")),
-        f"{PLACE}turn 2: the arguments of its call are no JSON",
-    ),
-    "a list of images": (
-        "a.jsonl",
-        jsonl(*[ROW] * ROWS, {**ROW, "images": ["a.png"]}),
-        f"{PLACE}it has images, and the model reads texts",
-    ),
-    "a row without turns": (
-        "a.jsonl",
-        jsonl(*[ROW] * ROWS, {"id": 3}),
-        f"{PLACE}it has no conversation; its columns are id",
-    ),
-    "an empty row": ("a.jsonl", jsonl(*[ROW] * ROWS, {}), f"{PLACE}the row is empty"),
+        {"messages": [USER, OLD_ANSWER, ANSWER]}, "turn 2: the role 'function' is unknown (write 'tool')"),
+    "arguments that are no JSON": (calling("{x: 1}"), "turn 2: the arguments of its call are no JSON"),
+    "a list of images": ({**ROW, "images": ["a.png"]}, "it has images, and the model reads texts"),
+    "a row without turns": ({"id": 3}, "it has no conversation; its columns are id"),
+    "an empty row": ({}, "the row is empty"),
+}  # fmt: skip
+NO_MAPPING = "it is a list, not a mapping from columns to values"
+REFUSED: dict[str, tuple[tuple[str, bytes], str]] = {
+    **{
+        name: (("a.jsonl", jsonl(*[ROW] * ROWS, row)), f"row {ROWS} (line {ROWS + 1}): {words}")
+        for name, (row, words) in FAULTY.items()
+    },
     "an empty row of a CSV": (
-        "a.csv",
-        table(instruction="one?", output="1") + b",\r\n",
+        ("a.csv", table(instruction="one?", output="1") + b",\r\n"),
         f"row {ROWS} (line {ROWS + 2}): the row is empty",
     ),
-    "Python's notation": ("a.csv", table(messages=str(TURNS)), "its text is no JSON; write it with json.dumps()"),
+    "Python's notation": (
+        ("a.csv", table(messages=str(TURNS))), "its text is no JSON; write it with json.dumps()"),
     "other columns alone": (
-        "a.csv",
-        table(question="one?", answer="1"),
+        ("a.csv", table(question="one?", answer="1")),
         "Its columns are question, answer, and one needs messages; conversations;",
     ),
-    "lists for rows": (
-        "a.json",
-        json.dumps([TURNS] * ROWS).encode(),
-        "it is a list, not a mapping from columns to values",
-    ),
-    "an array over lines": ("a.jsonl", json.dumps([ROW] * ROWS, indent=1).encode(), "give one object a line"),
-    "an array in a line": (
-        "a.jsonl",
-        json.dumps([ROW] * ROWS).encode(),
-        "it is a list, not a mapping from columns to values",
-    ),
+    "lists for rows": (("a.json", json.dumps([TURNS] * ROWS).encode()), NO_MAPPING),
+    "an array over lines": (("a.jsonl", json.dumps([ROW] * ROWS, indent=1).encode()), "give one object a line"),
+    "an array in a line": (("a.jsonl", json.dumps([ROW] * ROWS).encode()), NO_MAPPING),
     "an unknown pair of history": (
-        "a.jsonl",
-        jsonl(*[{"instruction": "a", "output": "b", "history": ["c"]}] * ROWS),
-        "the column 'history' has no pairs",
+        of({"instruction": "a", "output": "b", "history": ["c"]}), "the column 'history' has no pairs"),
+    "a system prompt that is none": (of({**ROW, "system": 5}), "the column 'system' has a int"),
+    "an empty text": (
+        ("a.jsonl", jsonl(*[{"text": "a"}] * ROWS, {"text": " "})),
+        f"row {ROWS} (line {ROWS + 1}): the text is empty",
     ),
-    "a system prompt that is none": ("a.jsonl", jsonl(*[{**ROW, "system": 5}] * ROWS), "the column 'system' has a int"),
-    "an empty text": ("a.jsonl", jsonl(*[{"text": "a"}] * ROWS, {"text": " "}), f"{PLACE}the text is empty"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_file_with_a_fault_is_refused_in_words(tmp_path: Path, name: str) -> None:
-    file, content, words = REFUSED[name]
+    (file, content), words = REFUSED[name]
     (tmp_path / file).write_bytes(content)
     refused = refusal(lambda: prepare_sources("supervised-fine-tuning", [str(tmp_path / file)], OPTIONS, tmp_path))
     assert words in str(refused)
@@ -184,62 +164,51 @@ CALLED = [{"from": "human", "value": "a"}, {"from": "function_call", "value": '{
 CALLED += [{"from": "observation", "value": "3"}, {"from": "gpt", "value": "b"}]
 
 
-def arguments_of(read: Any) -> Any:
-    return read.messages[1]["tool_calls"][0]["function"]["arguments"]
+ASKED, USED = "user assistant", "user assistant tool assistant"
+NAMED = [{"type": "function", "function": {"name": "f"}}]
+NEEDS_X = {"name": "f", "parameters": {"required": ["x"]}}
+
+
+def called(read: Any) -> dict[str, Any]:
+    found: dict[str, Any] = read.messages[1]["tool_calls"][0]["function"]
+    return found
 
 
 @pytest.mark.parametrize(
-    ("row", "roles", "check"),
+    ("row", "roles", "look", "expected"),
     [
-        (
-            {"conversations": CALLED},
-            "user assistant tool assistant",
-            lambda read: read.messages[1]["tool_calls"][0]["function"]["name"] == "f",
-        ),
-        ({**ROW, "system": "s"}, "system user assistant", lambda read: read.messages[0]["content"] == "s"),
-        (
-            {**ROW, "tools": '[{"type": "function"}]'},
-            "user assistant",
-            lambda read: read.tools == [{"type": "function"}],
-        ),
+        ({"conversations": CALLED}, USED, lambda read: called(read)["name"], "f"),
+        ({**ROW, "system": "s"}, f"system {ASKED}", lambda read: read.messages[0]["content"], "s"),
+        ({**ROW, "tools": '[{"type": "function"}]'}, ASKED, lambda read: read.tools, [{"type": "function"}]),
         (
             {"instruction": "b", "output": "d", "history": [["a", "c"]]},
-            "user assistant user assistant",
-            lambda read: read.messages[2]["content"] == "b",
+            f"{ASKED} {ASKED}",
+            lambda read: read.messages[2]["content"],
+            "b",
         ),
+        (calling({}, function={"name": "f", "key_of_another_row": None}), USED, lambda read: read.tools, NAMED),
+        ({"messages": [USER, {**ANSWER, "train": None, "weight": 0}]}, ASKED, lambda read: read.trained, [True, False]),
         *(
-            (calling(given), "user assistant tool assistant", lambda read: arguments_of(read) == {"x": 1})
-            for given in ('{"x": 1}', {"x": 1}, {"x": 1, "key_of_another_row": None})
-        ),
-        (
-            {"messages": calling({"x": 1})["messages"][:2]},
-            "user assistant",
-            lambda read: arguments_of(read) == {"x": 1},
-        ),
-        (calling(""), "user assistant tool assistant", lambda read: arguments_of(read) == {}),
-        (calling('{"x": null}'), "user assistant tool assistant", lambda read: arguments_of(read) == {"x": None}),
-        (
-            calling({"x": None, "y": None}, function={"name": "f", "parameters": {"required": ["x"]}}),
-            "user assistant tool assistant",
-            lambda read: arguments_of(read) == {"x": None},
-        ),
-        (
-            calling({}, function={"name": "f", "key_of_another_row": None}),
-            "user assistant tool assistant",
-            lambda read: read.tools == [{"type": "function", "function": {"name": "f"}}],
-        ),
-        (
-            {"messages": [USER, {**ANSWER, "train": None, "weight": 0}]},
-            "user assistant",
-            lambda read: read.trained == [True, False],
+            (row, USED if len(row["messages"]) > 2 else ASKED, lambda read: called(read)["arguments"], expected)
+            for row, expected in (
+                (calling('{"x": 1}'), {"x": 1}),
+                (calling({"x": 1}), {"x": 1}),
+                (calling({"x": 1, "key_of_another_row": None}), {"x": 1}),
+                ({"messages": calling({"x": 1})["messages"][:2]}, {"x": 1}),
+                (calling(""), {}),
+                (calling('{"x": null}'), {"x": None}),
+                (calling({"x": None, "y": None}, function=NEEDS_X), {"x": None}),
+            )
         ),
     ],
 )
-def test_what_rows_have_besides_is_read(row: dict[str, Any], roles: str, check: Callable[[Any], bool]) -> None:
+def test_what_rows_have_besides_is_read(
+    row: dict[str, Any], roles: str, look: Callable[[Any], Any], expected: Any
+) -> None:
     read = read_conversation("here", row, find_shape(row))
     assert not read.fault
     assert [turn["role"] for turn in read.messages] == roles.split()
-    assert check(read)
+    assert look(read) == expected
 
 
 def test_turns_are_numbered_as_in_the_row_whatever_stands_before_them() -> None:

@@ -54,14 +54,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedDat
 
 
 def events_of(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
-    """The result of a request and its events."""
     events: list[dict[str, Any]] = []
     config = LaunchConfig(kind="in_process")
     return launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append), events
 
 
 def check_files(output: str, result: Any) -> set[str]:
-    """Every file of a result is there, with its digest."""
     for file in result.files:
         assert Store.open(output).digest(file.path) == file.sha256
         assert Store.open(output).size(file.path) == file.size
