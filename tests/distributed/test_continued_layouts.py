@@ -12,16 +12,16 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.distributed.test_layouts import HEADS, MODELS, mixtral, mixture, qwen
+from tests.distributed.test_layouts import HEADS, MODELS, RAGGED, mixtral, mixture, qwen
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
-from tests.support.training import LOGGED, StopAt, losses, train_in_parts, trainer
+from tests.support.training import StopAt, losses, train_in_parts, trainer
 from trainer_lib import Trainer
 from trainer_lib.errors import Preempted
 
 ROWS = lm_rows(22)
 #: The last of three steps of an epoch has 6 rows; a training that is stopped at the second continues past it.
-RAGGED: dict[str, Any] = {"max_steps": 4, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
+LONGER: dict[str, Any] = {**RAGGED, "max_steps": 4}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,14 +43,14 @@ RESUMED: dict[str, dict[str, int]] = {
 
 
 def _with_dropout(path: str, made: Callable[..., Any], given: dict[str, Any]) -> Trainer:
-    return trainer(path, lm_rows(22), model=made(**HEADS, attention_dropout=0.2), **given)
+    return trainer(path, ROWS, model=made(**HEADS, attention_dropout=0.2), **given)
 
 
 def resumed(folder: str, layouts: Mapping[str, dict[str, int]]) -> dict[str, list[Any]]:
     """Losses and weights of a training with dropout that goes through, and of one that is stopped and resumed."""
     out: dict[str, list[Any]] = {}
     for name, sizes in layouts.items():
-        given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+        given: dict[str, Any] = {**LONGER, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
         made = mixture if "expert" in sizes else llama
         for stop in (None, 2):
             one = train_in_parts(partial(_with_dropout, f"{folder}/{name} {stop}", made, given), stop)
@@ -70,7 +70,7 @@ MOVED: dict[str, tuple[Callable[[], Any], dict[str, int]]] = {
 
 def saved(folder: str) -> None:
     for name, (model, sizes) in MOVED.items():
-        one = trainer(f"{folder}/{name}", ROWS, model=model(), **RAGGED, parallelism=sizes, callbacks=[StopAt(2)])
+        one = trainer(f"{folder}/{name}", ROWS, model=model(), **LONGER, parallelism=sizes, callbacks=[StopAt(2)])
         with pytest.raises(Preempted):
             one.train()
 
@@ -78,9 +78,9 @@ def saved(folder: str) -> None:
 def test_every_expert_and_tied_weight_is_saved_and_trains_on_as_on_one_process(tmp_path: Path) -> None:
     run_distributed(saved, 4, str(tmp_path), timeout_s=120)
     for name, (model, _) in MOVED.items():
-        whole = trainer(tmp_path / "whole" / name, ROWS, model=model(), **RAGGED)
+        whole = trainer(tmp_path / "whole" / name, ROWS, model=model(), **LONGER)
         whole.train()
-        moved = trainer(tmp_path / name, ROWS, model=model(), **RAGGED)
+        moved = trainer(tmp_path / name, ROWS, model=model(), **LONGER)
         moved.train(resume_from_checkpoint=True)
         assert losses(moved) == pytest.approx(losses(whole), rel=2e-6), name
         state = moved.model.state_dict()
@@ -105,8 +105,8 @@ def continued(
     folder: str, sizes: dict[str, int] | None, source: str | None, stop: int | None, model: str
 ) -> list[float]:
     """Losses of a training, stopped or from a checkpoint of another layout."""
-    given: dict[str, Any] = {**RAGGED, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
-    one = trainer(folder, lm_rows(22), model=MODELS[model](), **given)
+    given: dict[str, Any] = {**LONGER, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+    one = trainer(folder, ROWS, model=MODELS[model](), **given)
     if stop:
         one.add_callback(StopAt(stop))
         with pytest.raises(Preempted):

@@ -14,7 +14,7 @@ from torch import nn
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
-from tests.support.training import LOGGED, accuracy, assert_equal, final_state, logged, losses, trainer
+from tests.support.training import LOGGED, accuracy, assert_equal, final_state, logged, losses, trainer, whole_state
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.errors import NonFiniteError, Preempted
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
@@ -87,8 +87,7 @@ def with_a_step_without_targets(folder: str, given: dict[str, Any]) -> dict[str,
     torch.manual_seed(0)
     one = trainer(folder, rows, model=TokenModel(), **settings)
     one.train()
-    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)  # a sharded model's is whole on rank 0
-    return {"state": {name: value.numpy() for name, value in state.items() if not value.is_meta}, "logs": logged(one)}
+    return {"state": {name: value.numpy() for name, value in whole_state(one).items()}, "logs": logged(one)}
 
 
 @pytest.mark.parametrize("given", [{}, {"fsdp": "full_shard"}], ids=["ddp", "fsdp"])
@@ -169,17 +168,9 @@ class StopRank(TrainerCallback):
             os.kill(os.getpid(), signal.SIGTERM)
 
 
-RESUMABLE: dict[str, Any] = {
-    "num_train_epochs": 2,
-    "gradient_accumulation_steps": 2,
-    "per_device_train_batch_size": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "logging_strategy": "steps",
-    "logging_steps": 3,
-}
+RESUMABLE: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
+RESUMABLE |= {"num_train_epochs": 2, "logging_strategy": "steps", "logging_steps": 3}
+RESUMABLE |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def stoppable(folder: str, stop: int | None) -> dict[str, Any] | int:

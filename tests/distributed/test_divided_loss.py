@@ -11,15 +11,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from typing_extensions import override
 
+from tests.distributed.test_layouts import HEADS, RAGGED
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
-from tests.support.training import LOGGED, losses, trainer
+from tests.support.training import losses, norms, trainer
 from trainer_lib import Trainer
 
-HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4}
 CLASSES = 35  # the last process has fewer than the others, and no other tensor of the model has this size
-#: Unequal numbers of tokens in global batches of 8.
-RAGGED: dict[str, Any] = {"max_steps": 3, "global_batch_size": 8, "per_device_train_batch_size": 2, **LOGGED}
 
 
 class ReadsLogits(Trainer):
@@ -80,7 +78,7 @@ def trained(folder: str, world: int) -> dict[str, Any]:
             whole = one.evaluate(lm_rows(9, seed=3))["eval_loss"]
         results[name] = {
             "losses": losses(one),
-            "norms": [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry],
+            "norms": norms(one),
             "evaluated": [evaluated, whole],
             "has_all_classes": [CLASSES in noted.seen for noted in (training, evaluation, measured)],
         }

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from tests.support.distributed import loaded, run_distributed
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
-from tests.support.training import LOGGED, accuracy, losses, trainer
+from tests.support.training import LOGGED, accuracy, losses, norms, trainer, whole_state
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -83,11 +83,10 @@ def trained(folder: str, *, model: nn.Module | None = None, **given: Any) -> dic
     torch.manual_seed(0)
     one = trainer(folder, TOKENS, model=model or Deep(), **{**RAGGED, **given})
     one.train()
-    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {
         "losses": losses(one),
-        "norms": [entry["grad_norm"] for entry in one.state.log_history if "loss" in entry],
-        "state": {name: value.numpy() for name, value in state.items() if not value.is_meta},
+        "norms": norms(one),
+        "state": {name: value.numpy() for name, value in whole_state(one).items()},
         "bytes": parameter_bytes(one.model),
         "divided": sorted(name for name, each in one.model.named_parameters() if isinstance(each, DTensor)),
         "strategy": one._trainflow.engine.strategy.describe(),
@@ -113,6 +112,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return trained(str(tmp_path_factory.mktemp("alone")))
 
 
+EACH_BATCH = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
 TWO: dict[str, dict[str, Any]] = {
     **{mode: {"fsdp": mode} for mode in ("full_shard", "shard_grad_op", "no_shard", "full_shard offload")},
     "classes": {"fsdp": "full_shard auto_wrap", "fsdp_config": {"transformer_layer_cls_to_wrap": ["Block"]}},
@@ -126,10 +126,7 @@ TWO: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"blocks": "Block", "save": "mm", "offload": True},
     },
-    "each batch": {
-        "fsdp": "full_shard",
-        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
-    },
+    "each batch": {"fsdp": "full_shard", "accelerator_config": EACH_BATCH},
     "unused": {"fsdp": "full_shard", "ddp_find_unused_parameters": True},
 }
 
@@ -399,12 +396,7 @@ def part(folder: str, stop: int | None, given: dict[str, Any]) -> dict[str, Any]
     one = trainer(folder, data, model=Classifier(dropout=0.0), callbacks=[halt], **RUN, **given)
     halt.trainer = one
     one.train("auto")
-    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
-    return {
-        "samples": halt.samples,
-        "losses": losses(one),
-        "state": {name: value for name, value in state.items() if not value.is_meta},
-    }
+    return {"samples": halt.samples, "losses": losses(one), "state": whole_state(one)}
 
 
 def parts(world: int, folder: str, *args: Any) -> list[dict[str, Any]]:

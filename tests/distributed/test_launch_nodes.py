@@ -20,7 +20,7 @@ import pytest
 
 from tests.support import tiny
 from tests.support.command import TRAINFLOW
-from tests.support.launched import kept_files, patience_s
+from tests.support.launched import kept_files, patience_s, request
 from tests.support.machine import free_port
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
@@ -69,6 +69,12 @@ class Follower:
 @pytest.fixture
 def endpoint() -> str:
     return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def asked(tmp_path: Path, prepared_data: PreparedData) -> Any:
+    """A training, which no process begins where machines do not meet."""
+    return tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
 
 
 Join = Callable[..., Follower]
@@ -129,10 +135,9 @@ def worker_pid(folder: Path, rank: int) -> int:
 
 
 def test_whatever_is_killed_both_machines_train_what_two_processes_train(
-    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, endpoint: str, join: Join
+    tmp_path: Path, asked: Any, uninterrupted_weights: str, endpoint: str, join: Join
 ) -> None:
     """First a worker of the other machine, then the leading machine's agent."""
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
     follower = join()
     kills = {2: lambda: os.kill(worker_pid(tmp_path / "other", 1), signal.SIGKILL), 4: kill_agent}
     leader = Leader(endpoint, kills)
@@ -151,10 +156,7 @@ def test_whatever_is_killed_both_machines_train_what_two_processes_train(
     assert_logged_once(asked)
 
 
-def test_a_machine_that_dies_for_good_is_done_without(
-    tmp_path: Path, prepared_data: PreparedData, uninterrupted_weights: str, endpoint: str, join: Join
-) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+def test_a_machine_that_dies_for_good_is_done_without(asked: Any, endpoint: str, join: Join) -> None:
     follower = join()
     leader = Leader(endpoint, {2: follower.kill_all})
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=1, nodes="1:2", join_timeout_s=5.0)
@@ -167,47 +169,36 @@ def test_a_machine_that_dies_for_good_is_done_without(
 
 
 # ----------------------------------------------------------------------------------------------------- what goes wrong
-def test_an_error_on_the_other_machine_ends_both_and_is_told_here(
-    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
-) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
-    follower = join("other", BAD_RANK="1")
-    with pytest.raises(CodeError, match="this rank cannot collate") as caught:
-        Leader(endpoint)(asked, max_restarts=3)
+def test_an_error_on_the_other_machine_ends_both_and_is_told_here(tmp_path: Path, endpoint: str, join: Join) -> None:
+    follower = join("other", MODE="raise")
+    with pytest.raises(CodeError, match="rank one dislikes this") as caught:
+        Leader(endpoint)(request(tmp_path), max_restarts=3)
     assert caught.value.rank == 1
     assert follower.wait() == CodeError.exit_code
     assert "your code raised" in follower.output()
-    assert "this rank cannot collate" in follower.output()
+    assert "rank one dislikes this" in follower.output()
 
 
-def test_machines_that_do_not_come_are_counted(tmp_path: Path, prepared_data: PreparedData, endpoint: str) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+def test_machines_that_do_not_come_are_counted(asked: Any, endpoint: str) -> None:
     with pytest.raises(InfrastructureError, match=r"Only 0 of 1 other machine\(s\) came within 1 s") as caught:
         Leader(endpoint)(asked, join_timeout_s=1.0)
     assert (caught.value.field, caught.value.value) == ("train.launch.rendezvous", endpoint)
 
 
-def test_two_machines_that_claim_one_place_are_refused(
-    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
-) -> None:
+def test_two_machines_that_claim_one_place_are_refused(asked: Any, endpoint: str, join: Join) -> None:
     followers = [join(name, "--node-rank", "1") for name in ("first", "second")]
     with pytest.raises(ConfigError, match=r"node_rank = 1: .* claim the same place"):
-        Leader(endpoint)(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")), nodes=3)
+        Leader(endpoint)(asked, nodes=3)
     assert [follower.wait() for follower in followers] == [ConfigError.exit_code] * 2
 
 
-def test_a_machine_with_too_few_cores_says_so(
-    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
-) -> None:
+def test_a_machine_with_too_few_cores_says_so(asked: Any, endpoint: str, join: Join) -> None:
     join("other", "--processes", "4096")
     with pytest.raises(ConfigError, match=rf"processes = 4096: .* CPU core.* \(on {socket.gethostname()}\)"):
-        Leader(endpoint)(tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train")))
+        Leader(endpoint)(asked)
 
 
-def test_a_hang_shows_the_stacks_of_both_machines(
-    tmp_path: Path, prepared_data: PreparedData, endpoint: str, join: Join
-) -> None:
-    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
+def test_a_hang_shows_the_stacks_of_both_machines(asked: Any, endpoint: str, join: Join) -> None:
     join("other", STEP_S="600")
     with pytest.raises(InfrastructureError, match="There was no progress for") as caught:
         Leader(endpoint)(asked, timeout_s=patience_s("trainer_lib.worker.train", 12.0))

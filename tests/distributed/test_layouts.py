@@ -19,7 +19,7 @@ from benchmarks.step_overhead import CallCounter
 from tests.support import seq2seq
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import bert, llama, lm_rows
-from tests.support.training import LOGGED, arguments, losses, trainer
+from tests.support.training import LOGGED, arguments, losses, norms, trainer, whole_state
 from trainer_lib import Trainer, TrainerCallback, default_data_collator
 from trainer_lib.data.rows.mixture import Mixture, Piece
 from trainer_lib.errors import ConfigError, DataError
@@ -57,43 +57,33 @@ def _loaded() -> Iterator[None]:
         yield
 
 
+SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "pad_token_id": 0, **HEADS}
+
+
+def built(kind: str, **given: Any) -> Any:
+    """A small causal language model of a kind of transformers', always with the same weights."""
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(**{**SIZES, **given})
+    return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
 def qwen(**given: Any) -> Any:
     """Norms of heads, which stay whole between divided layers; embedding and head are tied."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
-    return Qwen3ForCausalLM(Qwen3Config(**{**sizes, **HEADS, "tie_word_embeddings": True, "pad_token_id": 0, **given}))
-
-
-def mistral(window: int) -> Any:
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
-    return MistralForCausalLM(MistralConfig(**{**sizes, **HEADS, "sliding_window": window, "pad_token_id": 0}))
+    return built("Qwen3", vocab_size=33, tie_word_embeddings=True, **given)
 
 
 def mixtral() -> Any:
     """Four experts, whose weights are one tensor."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 33}
-    return MixtralForCausalLM(MixtralConfig(**{**sizes, **HEADS, "num_local_experts": 4, "pad_token_id": 0}))
+    return built("Mixtral", vocab_size=33, num_local_experts=4)
 
 
 def mixture(kind: str = "Mixtral", **given: Any) -> Any:
     """Four experts, of which a token takes two; the router's loss counts."""
-    import transformers
-
-    torch.manual_seed(0)
-    sizes: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 24, "vocab_size": 32}
     number = "num_local_experts" if kind == "Mixtral" else "num_experts"
-    sizes |= {"num_hidden_layers": 2, "num_experts_per_tok": 2, number: 4, "pad_token_id": 0}
-    router = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
-    config = getattr(transformers, f"{kind}Config")(**{**sizes, **HEADS, **router, **given})
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
+    sizes = {"moe_intermediate_size": 24, "vocab_size": 32, "num_experts_per_tok": 2, number: 4}
+    return built(kind, **{**sizes, "output_router_logits": True, "router_aux_loss_coef": 0.1, **given})
 
 
 def partial_mixture() -> Any:
@@ -145,7 +135,7 @@ MODELS: dict[str, Any] = {
     "llama": lambda: llama(**HEADS),
     "shared": lambda: llama(**{**HEADS, "num_key_value_heads": 1}),
     "qwen": qwen,
-    "window": lambda: mistral(5),
+    "window": lambda: built("Mistral", vocab_size=32, sliding_window=5),  # in all layers
     "windows": lambda: qwen(use_sliding_window=True, sliding_window=3, max_window_layers=1),
     "own": Halves,
     "mixtral": mixture,
@@ -167,13 +157,12 @@ def trained(
     metrics, predicted = one.evaluate(measured), one.predict(measured).predictions
     if isinstance(predicted, tuple):  # a mixture's router answers too
         predicted = next(each for each in predicted if each.shape[-1] == 32)
-    state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
     return {
         "losses": losses(one),
-        "norms": [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry],
+        "norms": norms(one),
         "evaluated": metrics["eval_loss"],
         "predicted": None if predicted is None else torch.as_tensor(predicted),
-        "state": {name: value for name, value in state.items() if not value.is_meta},
+        "state": whole_state(one),
         "bytes": parameter_bytes(one.model),
         "divided": sorted(name for name, each in one.model.named_parameters() if isinstance(each, DTensor)),
         "tokens": one.state.num_input_tokens_seen,
@@ -490,9 +479,8 @@ def generating(folder: str, world: int) -> dict[tuple[str, str], tuple[list[floa
         sizes = {1: None, 2: {kind: 2}, 4: {"shard": 2, kind: 2}}[world]
         one = trainer(f"{folder}/{kind} {name}", ROWS, model=model(), **{**RAGGED, **given}, parallelism=sizes)
         one.train()
-        norms = [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry]
         made = one.model.generate(torch.tensor([[3, 4, 5]]), max_new_tokens=5, do_sample=False)  # type: ignore[operator]
-        out[kind, name] = [*losses(one), *norms], made.tolist()
+        out[kind, name] = [*losses(one), *norms(one)], made.tolist()
     return out
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from tests.support.distributed import run_distributed
 from tests.support.tiny_models import llama, lm_rows
 from tests.support.toys import classification_rows
-from tests.support.training import LOGGED, losses, train_in_parts, trainer
+from tests.support.training import LOGGED, losses, train_in_parts, trainer, whole_state
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import NotReproducibleError
@@ -60,9 +60,8 @@ def in_float8(folder: str, stop: int | None) -> dict[str, Any]:
     for (layout, given), (recipe, fp8) in itertools.product(FLOAT8.items(), recipes.items()):
         one = train_in_parts(functools.partial(_in_float8, f"{folder}/{layout} {recipe}", {"fp8": fp8, **given}), stop)
         assert one.args.fp8 == recipe
-        state = one._trainflow.engine.strategy.model_state(one.model_wrapped)
         measured = [row["eval_loss"] for row in one.state.log_history if "eval_loss" in row]
-        weights = {name: value.clone() for name, value in state.items() if not value.is_meta}
+        weights = {name: value.clone() for name, value in whole_state(one).items()}
         out[f"{layout}, {recipe}"] = losses(one), measured, weights
     return out
 

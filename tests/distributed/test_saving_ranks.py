@@ -18,7 +18,7 @@ from tests.support.distributed import run_distributed
 from tests.support.gates import Gate, until
 from tests.support.launched import wait_until
 from tests.support.toys import classification_rows
-from tests.support.training import NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
+from tests.support.training import LOGGED, NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
 from trainer_lib import TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
@@ -84,15 +84,8 @@ def test_a_full_disk_on_one_rank_is_a_full_disk_on_all_and_nothing_is_committed(
 
 # -------------------------------------------------------------------------------------------------- in the background
 ROWS = classification_rows(48)
-SAVING: dict[str, Any] = {
-    "global_batch_size": 8,
-    "per_device_train_batch_size": 2,
-    "max_steps": 12,
-    "save_strategy": "steps",
-    "save_steps": 3,
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-}
+SAVING: dict[str, Any] = {"global_batch_size": 8, "per_device_train_batch_size": 2, "max_steps": 12, **LOGGED}
+SAVING |= {"save_strategy": "steps", "save_steps": 3}
 
 
 class Until(TrainerCallback):

@@ -24,8 +24,8 @@ from tests.support.named_recipes import trained as trained_recipe
 from tests.support.seq2seq import Copier, Tokens, rows, seq2seq_trainer, t5
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.toys import classification_rows
-from tests.support.training import losses, trainer
-from trainer_lib import DataCollatorForSeq2Seq, Trainer
+from tests.support.training import LOGGED, losses, trainer, whole_state
+from trainer_lib import DataCollatorForSeq2Seq
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import recipe_file
@@ -123,20 +123,10 @@ def on_conversations(folder: str, packed: bool, order: str, micro: int) -> dict[
     """Train on answers of unequal lengths, eight rows of 96 tokens at most in a step."""
     made, collate = chat_rows(TEMPLATES["plain"], packed=packed, count=60, length=96)
     model = new_model(len(family_tokenizer()))
-    steps: dict[str, Any] = {"global_batch_size": 8, "per_device_train_batch_size": micro, "num_train_epochs": 2}
-    training = trainer(
-        folder,
-        made,
-        model=model,
-        data_collator=collate,
-        logging_strategy="steps",
-        optim="sgd",  # Adam makes steps of rounding, too
-        learning_rate=0.5,
-        train_sampling_strategy=order,
-        logging_steps=1,
-        remove_unused_columns=False,
-        **steps,
-    )
+    given: dict[str, Any] = {"global_batch_size": 8, "per_device_train_batch_size": micro, "num_train_epochs": 2}
+    given |= {"optim": "sgd", "learning_rate": 0.5}  # Adam makes steps of rounding, too
+    given |= {"train_sampling_strategy": order, "remove_unused_columns": False, **LOGGED}
+    training = trainer(folder, made, model=model, data_collator=collate, **given)
     training.train()
     return {"losses": losses(training), "weights": {name: v.numpy() for name, v in model.state_dict().items()}}
 
@@ -198,19 +188,8 @@ def test_two_processes_predict_what_one_does(tmp_path: Path, kind: str) -> None:
 
 # ----------------------------------------------------------------------------------------------- divided over processes
 RAGGED = lm_rows(11)
-RUN: dict[str, Any] = {
-    "num_train_epochs": 1,
-    "global_batch_size": 4,
-    "per_device_train_batch_size": 1,
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-}
+RUN: dict[str, Any] = {"num_train_epochs": 1, "global_batch_size": 4, "per_device_train_batch_size": 1, **LOGGED}
 LAYERS = {"fsdp": "full_shard auto_wrap"}
-
-
-def whole(training: Trainer) -> dict[str, torch.Tensor]:
-    state = training._trainflow.engine.strategy.model_state(training.model_wrapped)
-    return {name: value for name, value in state.items() if not value.is_meta}
 
 
 def tied_and_frozen() -> Any:
@@ -228,7 +207,7 @@ def trained(folder: str, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     training.save_model(f"{folder}/{kind}/model")
     parts = sum(type(module).__name__ == "LlamaDecoderLayer" for module in training.model.modules())
     size = parameter_bytes(training.model)
-    return {"losses": losses(training), "state": whole(training), "parts": parts, "bytes": size}
+    return {"losses": losses(training), "state": whole_state(training), "parts": parts, "bytes": size}
 
 
 def all_kinds(folder: str) -> dict[str, dict[str, Any]]:
@@ -300,7 +279,7 @@ def resumed(folder: str, kind: str, settings: dict[str, Any]) -> dict[str, Any]:
     other.train(f"{folder}/{kind}/checkpoint-2")
     store, comm = Store.open(f"{folder}/{kind}"), training._trainflow.comm
     saved = {step: dict(load_checkpoint(store, f"checkpoint-{step}", comm).read_model()) for step in (2, 3)}
-    return {"best": whole(training), "resumed": whole(other), "saved": saved}
+    return {"best": whole_state(training), "resumed": whole_state(other), "saved": saved}
 
 
 def best_and_resumed(folder: str) -> dict[str, dict[str, Any]]:

@@ -113,15 +113,7 @@ def temporary(folder: Path, disk: Path) -> Outcome:
     """The folder of temporary files is full before a launch, becomes full in one, and in one that fails."""
     tempfile.tempdir = str(disk)
     fill(disk)
-    before = _attempt(
-        lambda: launch(
-            request(folder, tiny.RECIPE),
-            LaunchConfig(kind="process"),
-            env={},
-            on_line=lambda line: None,
-            on_event=lambda event: None,
-        )
-    )
+    before = _attempt(lambda: tiny.run(request(folder, tiny.RECIPE), kind="process"))
     left = _left(disk)
     (disk / ".ballast").unlink()
     meanwhile = _trained(_request(folder / "ends", folder / "ends", logging_steps=1), _filling(disk, 1))

@@ -237,12 +237,6 @@ HOLDS = """
 import os
 held = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
 print("holds", sum("/devices/" in path for path in held), flush=True)
-
-def prepare(options, out):
-    return {"train": [{"x": 1}]}
-
-def build_model(options, data):
-    raise NotImplementedError
 """
 
 
@@ -270,17 +264,10 @@ def test_the_second_launch_waits_until_the_killed_first_one_has_left_the_device(
     assert free["waited_s"] > 0
 
 
-def test_workers_hold_the_device_themselves_also_where_they_waited(tmp_path: Path) -> None:
-    lines: list[str] = []
+def test_workers_hold_the_device_themselves_also_where_they_waited(heard: Heard, tmp_path: Path) -> None:
     for number in range(2):
         if number:
             warm.expect([("prepare", resolve_config(LaunchConfig(kind="process", per_device=1)))])
-        launch(
-            request(tmp_path / str(number), HOLDS),
-            LaunchConfig(kind="process", per_device=1),
-            env={},
-            on_line=lines.append,
-            on_event=lambda event: None,
-        )
-    assert [line for line in lines if line.startswith("holds")] == ["holds 1"] * 2
+        heard.launch(request(tmp_path / str(number), HOLDS + ROWS), per_device=1, grace_s=5.0)
+    assert [line for line in heard.lines if line.startswith("holds")] == ["holds 1"] * 2
     assert not warm._waiting

@@ -41,10 +41,10 @@ def model(tmp_path: Path) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    lines = [json.dumps(row) for row in ROWS]
+    lines = [json.dumps(row) + "\n" for row in ROWS]
     (tmp_path / "new").mkdir()
-    for number, name in enumerate(("a.jsonl", "b.jsonl")):
-        (tmp_path / "new" / name).write_text("\n".join(lines[number * 50 : 50 if number == 0 else None]) + "\n")
+    for name, part in (("a.jsonl", lines[:50]), ("b.jsonl", lines[50:])):
+        (tmp_path / "new" / name).write_text("".join(part))
     return tmp_path / "new"
 
 
@@ -194,9 +194,7 @@ BAD = [
     {"id": "f", "x": [6.0], "extra": 1},
     {"id": "g", "x": [7.0]},
 ]
-PICKY = (
-    RECIPE
-    + """
+PICKY = """
 
 def collate(rows):
     import torch
@@ -205,12 +203,11 @@ def collate(rows):
         raise ValueError("x must not be negative")
     return {"x": torch.tensor([[float(row["x"][0])] for row in rows])}
 """
-)
 
 
 @pytest.mark.parametrize("file_format", ["parquet", "jsonl"])
 def test_bad_rows_go_into_a_column_up_to_a_limit(file_format: str, tmp_path: Path) -> None:
-    publish_line(tmp_path / "model", recipe=PICKY)
+    publish_line(tmp_path / "model", recipe=RECIPE + PICKY)
     lines = [*map(json.dumps, BAD), "{not json"]
     (tmp_path / "new.jsonl").write_text("\n".join(lines) + "\n")
     asked = _new_rows(tmp_path, format=file_format, rows_per_file=5, batch_size=2)
@@ -225,25 +222,14 @@ def test_bad_rows_go_into_a_column_up_to_a_limit(file_format: str, tmp_path: Pat
         found = [json.loads(line) for text in _files(tmp_path / "out").values() for line in text.splitlines()]
     assert [row["row_id"] for row in found] == ["a", "b", None, None, "e", "f", "g", None]
     assert [row["prediction"] for row in found] == [[2.0], None, None, None, None, None, [14.0], None]
-    words = [
-        None,
-        "not float64",
-        "id 3 is not a text",
-        "id is missing",
-        "ValueError: x must not",
-        "'extra'",
-        None,
-        "JSON",
-    ]
-    for row, word in zip(found, words, strict=True):
+    words = ["not float64", "id 3 is not a text", "id is missing", "ValueError: x must not", "'extra'"]
+    for row, word in zip(found, [None, *words, None, "JSON"], strict=True):
         assert row["error"] is None if word is None else word in row["error"], row
     # What was finished under a smaller limit is kept under a greater one.
     assert _predict(replace(asked, max_errors=7, to=f"{asked.to}5"))[0].facts.errors == 6
 
 
-SLOW = (
-    RECIPE
-    + """
+SLOW = """
 
 import time
 
@@ -252,11 +238,10 @@ def prediction_columns(p, data):
     time.sleep(SECONDS)
     return {"y": p}
 """
-)
 
 
 def test_a_second_command_helps_the_first_and_commits_when_that_is_killed(data: Path, tmp_path: Path) -> None:
-    publish_line(tmp_path / "model", recipe=SLOW.replace("SECONDS", "0.1"))
+    publish_line(tmp_path / "model", recipe=RECIPE + SLOW.replace("SECONDS", "0.1"))
     to = tmp_path / "shared"
     asked = NewRows(model=str(tmp_path / "model"), data=[str(data)], to=str(tmp_path / "whole"), rows_per_file=2)
     _predict(asked)
@@ -311,9 +296,7 @@ def test_every_row_gets_a_column_that_is_set(model: str, tmp_path: Path) -> None
         _predict(replace(asked, constants={"x": "[3.0]"}, to=f"{asked.to}3"))
 
 
-STRICT = (
-    RECIPE
-    + """
+STRICT = """
 
 def collate(rows):
     import torch
@@ -324,11 +307,10 @@ def collate(rows):
             raise DataError("column 'x': the value is too small.", field="rows", value="x", remedy="Raise it.")
     return {"x": torch.tensor([[float(row["x"][0])] for row in rows])}
 """
-)
 
 
 def test_what_collate_finds_out_names_the_row(tmp_path: Path) -> None:
-    publish_line(tmp_path / "model", recipe=STRICT)
+    publish_line(tmp_path / "model", recipe=RECIPE + STRICT)
     (tmp_path / "new.jsonl").write_text('{"x": [1.0]}\n{"x": [-1.0]}\n{"x": [2.0]}\n')
     asked = _new_rows(tmp_path)
     with pytest.raises(DataError, match=r"new\.jsonl, row 1 \(line 2\), column 'x': the value is too small") as caught:

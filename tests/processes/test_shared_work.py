@@ -31,7 +31,7 @@ from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.guard import start_time
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.launch import LaunchConfig, launch, launch_workers
+from trainer_lib.launch import LaunchConfig, launch_workers
 from trainer_lib.launch.pool import apart
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
@@ -57,6 +57,7 @@ def compute_metrics(p):
 """
 SUMS = tiny.RECIPE.replace(PLAIN, SUMS_ONLY)
 ONE = LaunchConfig(kind="process", processes=1, threads=1)
+DROP: Any = {"env": {}, "on_line": lambda line: None, "on_event": lambda event: None}
 
 
 @pytest.fixture(scope="module")
@@ -81,12 +82,11 @@ def asked(tmp_path: Path, trained: tuple[Path, PreparedData], recipe: str = SUMS
     )
 
 
-def run(one: Any, workers: int = 1, **env: str) -> dict[str, dict[str, float]]:
-    drop: Any = {"on_line": print, "on_event": lambda event: None}
-    if workers == 1:
-        return dict(launch(one, LaunchConfig(kind="in_process", processes=1), env=env, **drop).metrics)
-    launch_workers(replace(one, step="ranges"), [ONE] * workers, env=env, **drop)
-    return dict(launch(replace(one, step="finish"), ONE, env=env, **drop).metrics)
+def run(one: Any, workers: int = 1) -> dict[str, dict[str, float]]:
+    if workers > 1:
+        launch_workers(replace(one, step="ranges"), [ONE] * workers, **DROP)
+        one = replace(one, step="finish")
+    return dict(tiny.run(one, kind="in_process" if workers == 1 else "process", processes=1).metrics)
 
 
 def test_several_workers_and_one_give_the_same_digits(tmp_path: Path, trained: tuple[Path, PreparedData]) -> None:
@@ -136,13 +136,7 @@ def test_sums_that_cannot_be_added_are_refused(
     change: Any, words: str, tmp_path: Path, trained: tuple[Path, PreparedData]
 ) -> None:
     with pytest.raises(ConfigError, match=words):
-        launch(
-            asked(tmp_path, trained, change(SUMS)),
-            LaunchConfig(kind="in_process", processes=1),
-            env={},
-            on_line=print,
-            on_event=lambda event: None,
-        )
+        run(asked(tmp_path, trained, change(SUMS)))
 
 
 # ---------------------------------------------------------------------------------------------- the sources of a recipe
@@ -183,13 +177,8 @@ def test_a_killed_workers_sources_are_taken_over_and_the_data_is_that_of_one_wor
 
     killer = threading.Thread(target=kill_one)
     killer.start()
-    done = launch_workers(
-        replace(shared, step="parts"),
-        apart(LaunchConfig(kind="torchrun", processes=2, threads=1), on_devices=False),
-        env={},
-        on_line=lambda line: None,
-        on_event=lambda event: None,
-    )
+    two = apart(LaunchConfig(kind="torchrun", processes=2, threads=1), on_devices=False)
+    done = launch_workers(replace(shared, step="parts"), two, **DROP)
     killer.join()
     assert len(done.lost) == 1
     assert tiny.run(replace(shared, step="finish"), kind="in_process") == expected

@@ -19,7 +19,7 @@ import pytest
 
 from tests.support.model_folders import publish_recipe, remove_fetched_code
 from tests.support.repository import ROOT
-from tests.support.tiny import run
+from tests.support.tiny import prepare, run
 from trainer_lib import load_model
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
@@ -34,7 +34,6 @@ from trainer_lib.protocol.requests import (
     ExportRequest,
     ExportResult,
     MeasureRowsRequest,
-    PreparedData,
     PrepareRequest,
     RecipeFile,
 )
@@ -331,11 +330,10 @@ def test_a_published_model_is_measured_on_the_rows_of_a_prepared_split(published
         options=example.options,
         sources=(str(file),),
     )
-    made = run(asked, kind="in_process")
-    data, chosen = PreparedData(asked.output, made.splits, made.info, made.files), read_metrics(["f1_weighted"])
+    data, chosen = prepare(asked), read_metrics(["f1_weighted"])
     measures = _measuring(folder, tmp_path, data=data, split="test", metrics=chosen, resamples=50)
     measure = functools.partial(run, kind="in_process")
-    result, split, classes = measure(measures), ArrowSplit(to_record(data), "test"), made.info["classes"]
+    result, split, classes = measure(measures), ArrowSplit(to_record(data), "test"), data.info["classes"]
     rows = [{**split[number], "cultivar": classes[split[number]["labels"]]} for number in range(len(split))]
     same = _write(tmp_path / "same.csv", [{name: row[name] for name in row if name != "labels"} for row in rows])
     by_file = measure(replace(measures, data=None, sources=tuple(find_row_files([str(same)]))))
@@ -345,7 +343,7 @@ def test_a_published_model_is_measured_on_the_rows_of_a_prepared_split(published
     )
     assert len(result.resampled["accuracy"]) == len(result.resampled["f1_weighted"]) == 50
     assert result.digest == digest_rows(data, "test"), "the rows decide the resamples, as in an evaluation"
-    other = replace(data, info={**made.info, "classes": ["another", *classes[1:]]})
+    other = replace(data, info={**data.info, "classes": ["another", *classes[1:]]})
     with pytest.raises(DataError, match="knows no class 'another'"):
         measure(replace(measures, data=other))
 

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 from tests.support.launched import request
 from trainer_lib.launch import LaunchConfig, launch
-from trainer_lib.protocol.requests import PreparedData, Request
+from trainer_lib.protocol.requests import PreparedData, PrepareResult, Request
 
 R = TypeVar("R")
 
@@ -82,11 +82,15 @@ ARGS: dict[str, Any] = {
 }
 
 
-def prepared(folder: Path) -> PreparedData:
-    """The recipe's data, prepared below `folder` (in this process), as requests describe it."""
-    asked = request(folder, RECIPE, output=str(folder / "data"), shard_rows=40)
+def prepare(asked: Request[PrepareResult]) -> PreparedData:
+    """What a request prepares (in this process), as requests describe it."""
     result = run(asked, kind="in_process")
     return PreparedData(asked.output, result.splits, result.info, result.files)
+
+
+def prepared(folder: Path) -> PreparedData:
+    """The recipe's data, prepared below `folder` (in this process), as requests describe it."""
+    return prepare(request(folder, RECIPE, output=str(folder / "data"), shard_rows=40))
 
 
 def train_request(folder: Path, data: PreparedData, output: str, **args: Any) -> Any:
@@ -102,6 +106,13 @@ def run(asked: Request[R], env: dict[str, str] | None = None, **config: Any) -> 
         on_line=lambda line: None,
         on_event=lambda event: None,
     )
+
+
+def heard(asked: Request[R]) -> tuple[R, list[dict[str, Any]]]:
+    """The result of a request in this process, and its events."""
+    events: list[dict[str, Any]] = []
+    config = LaunchConfig(kind="in_process")
+    return launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append), events
 
 
 def weights(output: str) -> str:

@@ -163,6 +163,17 @@ def losses(trainer: Any) -> list[float]:
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
 
 
+def norms(trainer: Any) -> list[float]:
+    """Return the gradient norms that a trainer has logged."""
+    return [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+def whole_state(trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the weights of a model that processes hold in parts: whole on the first rank, none elsewhere."""
+    state = trainer._trainflow.engine.strategy.model_state(trainer.model_wrapped)
+    return {name: value for name, value in state.items() if not value.is_meta}
+
+
 def accuracy(p: Any) -> dict[str, float]:
     """Measure the share of rows whose largest output is that of their class."""
     return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}

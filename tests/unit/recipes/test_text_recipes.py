@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, trained, trainer_of
+from tests.support.tiny import heard
 from trainer_lib import EvalPrediction, Trainer
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 from trainer_lib.recipes import DataInfo
@@ -72,9 +72,7 @@ def test_texts_that_are_cut_are_counted_and_over_one_percent_of_them_are_a_warni
         options={**TEXT.options, **more, "max_length": 6, "vocabulary": 50},
         sources=(str(tmp_path / "lines.csv"),),
     )
-    events: list[dict[str, Any]] = []
-    config = LaunchConfig(kind="in_process")
-    result = launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append)
+    result, events = heard(asked)
     shown = [event["message"] for event in events if event["event"] == "warning"]
     assert result.info["cut_texts"] == long
     assert shown == list(result.warnings)

@@ -155,9 +155,7 @@ def test_merged_weights_of_few_bits_are_bfloat16_unless_another_type_is_asked_fo
 
 def test_merged_weights_that_answer_in_another_way_are_refused(tmp_path: Path, monkeypatch: Any) -> None:
     """The rows are those of the prepared data; half of the next tokens are others after a fault in merging."""
-    asked = request(tmp_path, RECIPE, output=str(tmp_path / "data"))
-    made = tiny.run(asked, kind="in_process")
-    prepared = PreparedData(asked.output, made.splits, made.info, made.files)
+    prepared = tiny.prepare(request(tmp_path, RECIPE, output=str(tmp_path / "data")))
     adapted(llama()).save_pretrained(tmp_path / "model")
     result = tiny.run(replace(_request(tmp_path), data=prepared, tolerance=0.0), kind="in_process")
     assert result.agreement["merge_agreement"] == 1

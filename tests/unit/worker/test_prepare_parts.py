@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.data.rows.source_parts import FirstColumns, SourceParts, merge
 from trainer_lib.errors import CodeError, ConfigError, DataError
-from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.requests import PreparedData, PrepareResult
 from trainer_lib.storage import Store
 
@@ -60,16 +58,10 @@ def _prepare(folder: Path, sources: list[Any], recipe: str = RECIPE, **options: 
     return result
 
 
-def _launch(asked: Any, warnings: list[str]) -> PrepareResult:
-    """Launch a request, and note its warnings."""
-
-    def listen(event: Mapping[str, Any]) -> None:
-        if event["event"] == "warning":
-            warnings.append(event["message"])
-
-    config = LaunchConfig(kind="in_process")
-    result: PrepareResult = launch(asked, config, env={}, on_line=lambda line: None, on_event=listen)
-    return result
+def _warned(asked: Any) -> tuple[PrepareResult, list[str]]:
+    """The result of a request, and its warnings."""
+    result, events = tiny.heard(asked)
+    return result, [event["message"] for event in events if event["event"] == "warning"]
 
 
 def _calls(folder: Path) -> list[str]:
@@ -346,7 +338,9 @@ def test_a_damaged_file_of_an_earlier_command_is_noticed_before_the_commit(damag
     (tmp_path / "log.txt").unlink()
     found, warnings = [], list[str]()
     for step in ("list", "parts", "finish"):
-        found.append(_launch(replace(asked, step=step), warnings))
+        result, warned = _warned(replace(asked, step=step))
+        found.append(result)
+        warnings += warned
         if step == "parts":
             assert (tmp_path / "log.txt").exists() == (damage != "changed")
     assert found[-1] == expected
@@ -361,7 +355,6 @@ def test_what_the_statistics_show_is_a_warning(tmp_path: Path) -> None:
     recipe = RECIPE.replace('out.info["sources"] = len(options["sources"])', 'out.info["max_length"] = 39')
     recipe = recipe.replace("[float(source)] * (n + 1)", "[source] * (n + 1)")
     asked = request(tmp_path, recipe, output=str(tmp_path / "out"), shard_rows=100, options=options)
-    warnings = list[str]()
-    result = _launch(asked, warnings)
+    result, warnings = _warned(asked)
     text = "The longest row of split 'train' has 40 values in column 'x', and the recipe's max_length is 39."
     assert warnings == list(result.warnings) == [text]

@@ -22,7 +22,6 @@ from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.rows.parts import split_parts
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
-from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, StopEarly, TrainResult
 from trainer_lib.storage import Store
@@ -50,13 +49,7 @@ class Trained:
 def trained(tmp_path_factory: pytest.TempPathFactory, prepared_data: PreparedData) -> Trained:
     folder = tmp_path_factory.mktemp("trained")
     output = str(folder / "train")
-    return Trained(prepared_data, output, *events_of(tiny.train_request(folder, prepared_data, output)))
-
-
-def events_of(asked: Any) -> tuple[Any, list[dict[str, Any]]]:
-    events: list[dict[str, Any]] = []
-    config = LaunchConfig(kind="in_process")
-    return launch(asked, config, env={}, on_line=lambda line: None, on_event=events.append), events
+    return Trained(prepared_data, output, *tiny.heard(tiny.train_request(folder, prepared_data, output)))
 
 
 def check_files(output: str, result: Any) -> set[str]:
@@ -129,7 +122,7 @@ def test_evaluate_measures_each_split_and_what_the_recipe_adds(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker_events, "QUIET_S", 0.0)
-    result, events = events_of(trained.ask(tmp_path, "evaluate", splits=("test", "train")))
+    result, events = tiny.heard(trained.ask(tmp_path, "evaluate", splits=("test", "train")))
     assert set(result.metrics) == {"test", "train", "overall"}
     # Both splits are one progress, in rows, with the time left once the first batches are through.
     shown = [event for event in events if event.get("max_steps")]
@@ -241,14 +234,9 @@ def _measured(entry: dict[str, Any]) -> dict[str, float]:
 def test_a_training_stops_early_and_gives_the_best_weights(tmp_path: Path, prepared_data: PreparedData) -> None:
     choose: dict[str, Any] = {"num_train_epochs": 5, "save_total_limit": None, "greater_is_better": False}
     choose |= {"load_best_model_at_end": True, "metric_for_best_model": "loss"}
-    stop: dict[str, Any] = {
-        "stop_early": StopEarly(2, threshold=1e9),
-        "eval_split": "test",
-        "data": prepared_data,
-        "model": {},
-    }
-    args = {**ARGS, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, **choose}
-    asked = request(tmp_path, RECIPE, "train", output=str(tmp_path / "train"), train_split="train", args=args, **stop)
+    choose |= {"save_steps": 4, "eval_strategy": "steps", "eval_steps": 4}
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"), **choose)
+    asked = replace(asked, stop_early=StopEarly(2, threshold=1e9), eval_split="test")
     result = run(asked, kind="in_process")
     assert result.global_step == 12  # the first evaluation is the best so far, and two more are not better by enough
     assert run(asked, kind="in_process").global_step == 12  # a run that continues has stopped
@@ -268,9 +256,7 @@ def test_lists_of_floats_fit_the_model_that_gets_them(tmp_path: Path, kind: str)
     collate = RECIPE[RECIPE.index("def collate(rows):") : RECIPE.index("def compute_metrics")]
     recipe = RECIPE.replace(collate, "").replace('{"x": x,', '{"x": x.tolist(),')
     recipe = recipe.replace('return Net(data.info["width"])', f'return Net(data.info["width"]).{kind}()')
-    output = str(tmp_path / "data")
-    made = run(request(tmp_path, recipe, "prepare", output=output, options={}), kind="in_process")
-    data = PreparedData(output, made.splits, made.info, made.files)
+    data = tiny.prepare(request(tmp_path, recipe, output=str(tmp_path / "data")))
     assert data.splits["train"].columns["x"] == "float64[*]"
     asked = request(tmp_path, recipe, "train", output=str(tmp_path / "out"), data=data, model={}, args={"max_steps": 2})
     assert run(asked, kind="in_process").global_step == 2
@@ -360,8 +346,7 @@ def test_generated_rows_keep_their_order_and_need_less_padding(tmp_path: Path) -
     from safetensors.torch import save_file
     from torch import ones
 
-    prepared = tiny.run(request(tmp_path, GENERATING, output=str(tmp_path / "data")), kind="in_process")
-    data = PreparedData(str(tmp_path / "data"), prepared.splits, prepared.info, prepared.files)
+    data = tiny.prepare(request(tmp_path, GENERATING, output=str(tmp_path / "data")))
     (tmp_path / "model").mkdir()
     save_file({"weight": ones(1)}, tmp_path / "model" / "model.safetensors")
     (plain, _), (by_length, files) = (predicted(tmp_path, data, str(by), by) for by in (None, "input_ids"))
