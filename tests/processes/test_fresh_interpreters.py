@@ -122,27 +122,12 @@ def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tm
     ours = {"_trainflow_filled", "fsdp_plugin"}  # the second: None instead of an AttributeError
     assert sorted(AcceleratorState._shared_state.keys() - ours) == whole
     assert helper.state.fsdp_plugin is helper.state.deepspeed_plugin is helper.deepspeed_plugin is None
-    facts: dict[str, Any] = {
-        "split_batches": False,
-        "dispatch_batches": False,
-        "even_batches": True,
-        "use_seedable_sampler": True,
-        "non_blocking": True,
-        "use_stateful_dataloader": False,
-        "project_dir": str(tmp_path),
-        "save_iteration": 0,
-        "logging_dir": str(tmp_path),
-        "parallelism_config": None,
-        "torch_device_mesh": None,
-        "native_amp": False,
-        "should_save_model": True,
-        "fp8_backend": "NO",
-        "is_composable_parallelism_enabled": False,
-        "distributed_type": "NO",
-        "num_processes": 1,
-        "process_index": 0,
-        "local_process_index": 0,
-    }
+    facts: dict[str, Any] = {"split_batches": False, "dispatch_batches": False, "even_batches": True}
+    facts |= {"use_seedable_sampler": True, "non_blocking": True, "use_stateful_dataloader": False}
+    facts |= {"project_dir": str(tmp_path), "save_iteration": 0, "logging_dir": str(tmp_path)}
+    facts |= {"parallelism_config": None, "torch_device_mesh": None, "native_amp": False, "should_save_model": True}
+    facts |= {"fp8_backend": "NO", "is_composable_parallelism_enabled": False, "distributed_type": "NO"}
+    facts |= {"num_processes": 1, "process_index": 0, "local_process_index": 0}
     assert {name: getattr(helper, name) for name in facts} == facts
     with pytest.raises(ValueError, match="LOMO"):
         helper.lomo_backward(torch.ones(()), 0.1)  # no such optimizer was prepared

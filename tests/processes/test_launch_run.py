@@ -268,6 +268,6 @@ def test_workers_hold_the_device_themselves_also_where_they_waited(heard: Heard,
     for number in range(2):
         if number:
             warm.expect([("prepare", resolve_config(LaunchConfig(kind="process", per_device=1)))])
-        heard.launch(request(tmp_path / str(number), HOLDS + ROWS), per_device=1, grace_s=5.0)
+        heard.launch(request(tmp_path / str(number), HOLDS + ROWS), per_device=1, grace_s=60.0)
     assert [line for line in heard.lines if line.startswith("holds")] == ["holds 1"] * 2
     assert not warm._waiting

@@ -117,16 +117,8 @@ def _talks() -> list[dict[str, Any]]:
 
 
 SEA = {"time": "month", "target": "temperature", "context": 12, "horizon": 3, "season": 12}
-SHOPS = {
-    "time": "day",
-    "target": ["sales", "visits"],
-    "series": "shop",
-    "known": ["holiday"],
-    "rename": {"Sold": "sales"},
-    "context": 5,
-    "horizon": 2,
-    **CUT,
-}
+SHOPS: dict[str, Any] = {"time": "day", "target": ["sales", "visits"], "series": "shop", "known": ["holiday"]}
+SHOPS |= {"rename": {"Sold": "sales"}, "context": 5, "horizon": 2, **CUT}
 
 
 def _shops(days: int = 30, to_come: int = 0) -> list[dict[str, Any]]:

@@ -110,13 +110,8 @@ def test_of_a_stream(stream: type[Stream], tmp_path: Path, caplog: pytest.LogCap
 
 
 def test_the_best_model_is_found_again(tmp_path: Path) -> None:
-    given: dict[str, Any] = {
-        "eval_steps": 2,
-        "load_best_model_at_end": True,
-        "save_total_limit": 1,
-        "callbacks": lambda: [EarlyStoppingCallback(3)],
-        "learning_rate": 0.3,
-    }
+    given: dict[str, Any] = {"eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 1}
+    given |= {"callbacks": lambda: [EarlyStoppingCallback(3)], "learning_rate": 0.3}
     whole, cut = run(tmp_path / "whole", **given), run(tmp_path / "cut", stop=5, **given)
     assert_equal(final_state(whole), final_state(cut))
     assert whole.state.best_model_checkpoint is not None

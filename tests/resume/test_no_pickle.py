@@ -108,16 +108,8 @@ class Sabotage(TrainerCallback):
 
 def life(folder: Path, callbacks: Sequence[TrainerCallback]) -> None:
     rows = [{"x": torch.randn(6), "labels": torch.tensor(n % 3)} for n in range(16)]
-    settings: dict[str, Any] = {
-        "max_steps": 4,
-        "save_strategy": "steps",
-        "eval_strategy": "steps",
-        "save_steps": 2,
-        "eval_steps": 2,
-        "load_best_model_at_end": True,
-        "save_total_limit": 2,
-        "eval_dataset": rows[:4],
-    }
+    settings: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "eval_strategy": "steps", "save_steps": 2}
+    settings |= {"eval_steps": 2, "load_best_model_at_end": True, "save_total_limit": 2, "eval_dataset": rows[:4]}
 
     def made(*more: TrainerCallback) -> Trainer:
         return trainer(folder, rows, callbacks=[*callbacks, *more], **settings)

@@ -8,18 +8,9 @@ from typing import Any
 from trainer_lib.launch import LaunchConfig, launch
 from trainer_lib.protocol.requests import ImportRequest, ImportResult, RecipeFile
 
-SETTINGS: dict[str, Any] = {
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-    "per_device_train_batch_size": 4,
-    "learning_rate": 5e-3,
-    "weight_decay": 0.1,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-    "train_sampling_strategy": "sequential",
-    "optim": "adamw_torch",
-    "seed": 7,
-}
+SETTINGS: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "per_device_train_batch_size": 4}
+SETTINGS |= {"learning_rate": 5e-3, "weight_decay": 0.1, "lr_scheduler_type": "cosine", "warmup_steps": 2}
+SETTINGS |= {"train_sampling_strategy": "sequential", "optim": "adamw_torch", "seed": 7}
 
 
 def peer_run(folder: Path, model: Any, rows: list[Any], **given: Any) -> Any:

@@ -74,15 +74,8 @@ def fit(model: Any, optimizer: Any, count: int, epochs: int, batch: int) -> list
 
 
 def arguments(folder: Path | str, **given: Any) -> TFTrainingArguments:
-    settings: dict[str, Any] = {
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "num_train_epochs": 2,
-        "learning_rate": 1e-2,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_steps": 1,
-    }
+    settings: dict[str, Any] = {"use_cpu": True, "per_device_train_batch_size": 4, "num_train_epochs": 2}
+    settings |= {"learning_rate": 1e-2, "disable_tqdm": True, "save_strategy": "no", "logging_steps": 1}
     return TFTrainingArguments(str(folder), **{**settings, **given})
 
 

@@ -64,20 +64,10 @@ class Make:
 
     def args(self, cls: Any = None, **settings: Any) -> Any:
         """Arguments of a short, quiet run in sequential order."""
-        given = {
-            "output_dir": str(self.folder),
-            "use_cpu": True,
-            "report_to": "none",
-            "disable_tqdm": True,
-            "save_strategy": "no",
-            "logging_steps": 1,
-            "max_steps": 3,
-            "learning_rate": 1e-2,
-            "per_device_train_batch_size": 4,
-            "per_device_eval_batch_size": 4,
-            "train_sampling_strategy": "sequential",
-            **settings,
-        }
+        given: dict[str, Any] = {"output_dir": str(self.folder), "use_cpu": True, "report_to": "none"}
+        given |= {"disable_tqdm": True, "save_strategy": "no", "logging_steps": 1, "max_steps": 3}
+        given |= {"learning_rate": 1e-2, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+        given |= {"train_sampling_strategy": "sequential", **settings}
         return (cls or self.lib.TrainingArguments)(**given)
 
     def callback(self, **events: Any) -> Any:

@@ -28,22 +28,10 @@ SIDES = ("ours", "transformers")
 #: The names that come from another package on our side; every other import of a script stays.
 SWAPPED = {"Trainer", "TrainingArguments", "Seq2SeqTrainer", "Seq2SeqTrainingArguments"}
 HALFWAY = 6
-_COMMON: dict[str, Any] = {
-    "do_train": True,
-    "do_eval": True,
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "num_train_epochs": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "train_sampling_strategy": "sequential",
-    "report_to": "none",
-    "use_cpu": True,
-}
+_COMMON: dict[str, Any] = {"do_train": True, "do_eval": True, "per_device_train_batch_size": 4}
+_COMMON |= {"per_device_eval_batch_size": 4, "num_train_epochs": 2, "learning_rate": 1e-2, "logging_steps": 1}
+_COMMON |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+_COMMON |= {"train_sampling_strategy": "sequential", "report_to": "none", "use_cpu": True}
 
 
 @dataclass(frozen=True)

@@ -19,14 +19,8 @@ def fresh() -> Classifier:
 
 def search_trainer(folder: Path | str, **given: Any) -> Any:
     """4 steps a training, evaluated after steps 2 and 4."""
-    settings: dict[str, Any] = {
-        "model_init": fresh,
-        "eval_dataset": HELD_OUT,
-        "per_device_train_batch_size": 6,
-        "max_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 2,
-    }
+    settings: dict[str, Any] = {"model_init": fresh, "eval_dataset": HELD_OUT, "per_device_train_batch_size": 6}
+    settings |= {"max_steps": 4, "eval_strategy": "steps", "eval_steps": 2}
     return trainer(folder, ROWS, **{**settings, **given})
 
 

@@ -36,21 +36,10 @@ from tests.support.script_data import WORDS, save_models
 
 TEXTS = [f"{WORDS[i % 15]} {WORDS[(3 * i + 1) % 15]} {WORDS[i // 15]} {WORDS[(7 * i + 2) % 15]}" for i in range(40)]
 SCORES = [round((5 * i % 11) / 10, 1) for i in range(40)]
-_COMMON: dict[str, Any] = {
-    "per_device_train_batch_size": 4,
-    "per_device_eval_batch_size": 4,
-    "num_train_epochs": 2,
-    "learning_rate": 5e-3,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "seed": 5,
-}
+_COMMON: dict[str, Any] = {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 4, "num_train_epochs": 2}
+_COMMON |= {"learning_rate": 5e-3, "logging_steps": 1, "eval_strategy": "steps", "eval_steps": 2}
+_COMMON |= {"save_strategy": "steps", "save_steps": 2, "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+_COMMON |= {"seed": 5}
 
 
 class InOrder(DefaultBatchSampler):  # type: ignore[misc]

@@ -81,14 +81,7 @@ def seq2seq_trainer(folder: Path | str, model: Any, *, cls: Any = Seq2SeqTrainer
     }
     tokens = own.setdefault("processing_class", Tokens())
     own.setdefault("data_collator", DataCollatorForSeq2Seq(tokens if tokens is not None else Tokens()))
-    settings: dict[str, Any] = {
-        "predict_with_generate": True,
-        "generation_max_length": 8,
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "per_device_eval_batch_size": 3,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
+    settings: dict[str, Any] = {"predict_with_generate": True, "generation_max_length": 8, "use_cpu": True}
+    settings |= {"per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "disable_tqdm": True}
+    settings |= {"save_strategy": "no", "logging_strategy": "no"}
     return cls(model, Seq2SeqTrainingArguments(str(folder), **{**settings, **given}), **own)

@@ -70,16 +70,8 @@ def after_evaluate(model, data, options):
             "files": {"note.txt": b"seen"}}
 """
 
-ARGS: dict[str, Any] = {
-    "seed": 3,
-    "num_train_epochs": 3,
-    "global_batch_size": 8,
-    "learning_rate": 0.01,
-    "logging_steps": 10,
-    "save_steps": 6,
-    "save_total_limit": 2,
-    "use_cpu": True,
-}
+ARGS: dict[str, Any] = {"seed": 3, "num_train_epochs": 3, "global_batch_size": 8, "learning_rate": 0.01}
+ARGS |= {"logging_steps": 10, "save_steps": 6, "save_total_limit": 2, "use_cpu": True}
 
 
 def prepare(asked: Request[PrepareResult]) -> PreparedData:

@@ -30,15 +30,8 @@ LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
 
 def arguments(folder: Path | str, **given: Any) -> TrainingArguments:
     """Arguments of a short, quiet run on the CPU."""
-    settings: dict[str, Any] = {
-        "output_dir": str(folder),
-        "use_cpu": True,
-        "per_device_train_batch_size": 4,
-        "learning_rate": 1e-2,
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "logging_strategy": "no",
-    }
+    settings: dict[str, Any] = {"output_dir": str(folder), "use_cpu": True, "per_device_train_batch_size": 4}
+    settings |= {"learning_rate": 1e-2, "disable_tqdm": True, "save_strategy": "no", "logging_strategy": "no"}
     return TrainingArguments(**{**settings, **given})
 
 

@@ -12,23 +12,11 @@ from tests.support.client_cases import Case
 _PROCESSES = int(os.environ.get("WORLD_SIZE", "1"))
 #: Every run: a log at every step, an evaluation and a checkpoint at every second one, data in their own order, the same
 #: global batch on any number of processes. Evaluation has one batch: there, a mean over several is one of their means.
-RUN: dict[str, Any] = {
-    "max_steps": 4,
-    "per_device_train_batch_size": 2 // _PROCESSES,
-    "per_device_eval_batch_size": 8,
-    "gradient_accumulation_steps": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "train_sampling_strategy": "sequential",
-    "report_to": "none",
-    "disable_tqdm": True,
-    "use_cpu": True,
-    "bf16": False,
-}
+RUN: dict[str, Any] = {"max_steps": 4, "per_device_train_batch_size": 2 // _PROCESSES}
+RUN |= {"per_device_eval_batch_size": 8, "gradient_accumulation_steps": 2, "learning_rate": 1e-2, "logging_steps": 1}
+RUN |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+RUN |= {"train_sampling_strategy": "sequential", "report_to": "none", "disable_tqdm": True, "use_cpu": True}
+RUN |= {"bf16": False}
 _TEMPLATE = (
     "{% for message in messages %}{{ 'the ' if message['role'] == 'user' else 'a ' }}"
     "{{ message['content'] }} [EOS] {% endfor %}{% if add_generation_prompt %}{{ 'a ' }}{% endif %}"

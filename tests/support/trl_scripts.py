@@ -32,14 +32,8 @@ def make_inputs(folder: Path) -> None:
 def command_line(folder: Path, script: str) -> list[str]:
     """The words of a script's command line, as its parser takes them."""
     model, data = SCRIPTS[script]
-    given: dict[str, Any] = {
-        **RUN,
-        "model_name_or_path": folder / model,
-        "dataset_name": folder / data,
-        "output_dir": folder / script,
-        "max_length": 16,
-        "dtype": "float32",
-    }
+    given: dict[str, Any] = {**RUN, "model_name_or_path": folder / model, "dataset_name": folder / data}
+    given |= {"output_dir": folder / script, "max_length": 16, "dtype": "float32"}
     return list(_words(given))
 
 

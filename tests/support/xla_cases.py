@@ -41,13 +41,8 @@ def _rows() -> list[dict[str, Any]]:
 def _trainer(folder: Path, *, model: Any = Tied, **given: Any) -> Any:
     from trainer_lib import Trainer, TrainingArguments
 
-    settings: dict[str, Any] = {
-        "max_steps": 10,
-        "save_steps": 4,
-        "eval_strategy": "steps",
-        "eval_steps": 3,
-        "logging_steps": 1,
-    }
+    settings: dict[str, Any] = {"max_steps": 10, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 3}
+    settings |= {"logging_steps": 1}
     settings |= {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_grad_norm": 0.3}
     settings |= {"learning_rate": 0.01, "report_to": [], "disable_tqdm": True, **given}
     optimizers = settings.pop("optimizers", (None, None))
