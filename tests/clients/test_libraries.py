@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,24 +25,11 @@ from tests.support.trl_cases import CASES
 from tests.support.trl_scripts import SCRIPTS
 
 pytestmark = [pytest.mark.needs("clients"), pytest.mark.timeout(900)]
-ENCODER, SCORER, SENTENCES = "SentenceTransformerTrainer", "CrossEncoderTrainer", "sentence-transformers"
-#: Library -> its cases. Those of sentence-transformers by name: their module imports the library.
+SENTENCES = "sentence-transformers"
+#: Library -> its cases. Those of sentence-transformers are read: their module imports the library.
 NAMES = {
     "TRL": [case.name for case in CASES],
-    SENTENCES: [
-        f"{ENCODER}, pairs with a score",
-        f"{ENCODER}, ranking with prompts",
-        f"{ENCODER}, a loss with weights",
-        f"{ENCODER}, data sets in turn",
-        f"{ENCODER}, data sets in proportion",
-        f"{ENCODER}, triplets",
-        f"{ENCODER}, nested losses",
-        f"{ENCODER}, a loss of several parts",
-        f"{ENCODER}, streaming",
-        f"{SCORER}, pairs",
-        f"{SCORER}, negatives",
-        f"{SCORER}, lists and pairs",
-    ],
+    SENTENCES: re.findall('_case[(]"(.+)"', (ROOT / "tests/support/sentence_cases.py").read_text(encoding="utf-8")),
 }
 #: Theirs divides the steps of a stream by `max_steps`, ours counts its passes (docs/migration.md).
 EPOCHS = ": epoch is"

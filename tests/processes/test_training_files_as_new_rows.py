@@ -138,63 +138,41 @@ def _shops(days: int = 30, to_come: int = 0) -> list[dict[str, Any]]:
 
 
 TABLE, SERIES, PAIRS = "tabular-classification", "time-series-forecasting", "preference-optimization"
-NET = {"hidden": [4]}
+NET, JUDGED = {"hidden": [4]}, {"config": LLAMA, "max_length": 96, **CUT}
 EXAMPLES = {
     "gaps": Example(TABLE, _gaps(), {**GAPS, **CUT}, NET),
     "wine": Example(TABLE, _table("tabular/wine.csv", 178), {"label": "cultivar"}, NET),
     "diabetes": Example("tabular-regression", _table("tabular/diabetes.csv", 60), {"label": "progression"}, {}),
     "index of pandas": Example(TABLE, _answers("", int), {"label": "answer"}, NET),
     "nested": Example(TABLE, _answers("more", lambda row: {"a": [row]}), {"label": "answer"}, NET),
-    "survey": Example(
-        TABLE,
+    "survey": Example(TABLE,
         [{"size": row % 9, "likes": "; ".join(["red"] * (row % 2) + ["blue"] * (row % 3 == 0))} for row in range(40)],
-        {"label": "likes", "target": "several", "label_separator": ";"},
-        NET,
-    ),
+        {"label": "likes", "target": "several", "label_separator": ";"}, NET),
     "texts": Example("text-classification", _texts(), {"text": "text", "label": "labels", **CUT}, BERT),
-    "entities": Example(
-        "embeddings", _table("embeddings/entities.csv", 60), {"query": "entity", "positive": "character"}, BERT
-    ),
-    "characters": Example(
-        "sequence-to-sequence",
-        _table("sequence_to_sequence/characters.csv", 40),
-        {"text": "name", "target": "parts", "target_length": 4, **CUT},
-        T5,
-    ),
-    "sentences": Example(
-        PAIRS, _table("preferences/sentences.jsonl", 40), {"config": LLAMA, "max_length": 96, **CUT}, {}
-    ),
-    "talks": Example(PAIRS, _talks(), {"config": LLAMA, "max_length": 96, **CUT}, {}),
+    "entities": Example("embeddings", _table("embeddings/entities.csv", 60),
+        {"query": "entity", "positive": "character"}, BERT),
+    "characters": Example("sequence-to-sequence", _table("sequence_to_sequence/characters.csv", 40),
+        {"text": "name", "target": "parts", "target_length": 4, **CUT}, T5),
+    "sentences": Example(PAIRS, _table("preferences/sentences.jsonl", 40), JUDGED, {}),
+    "talks": Example(PAIRS, _talks(), JUDGED, {}),
     "rewards": Example("reward-modeling", _talks(), {"max_length": 96, **CUT}, {"config": LLAMA}),
-    "marks": Example(
-        "feedback-optimization",
+    "marks": Example("feedback-optimization",
         [{"prompt": f"say {row} ", "completion": f"{row}", "label": row % 2 == 0} for row in range(40)],
-        {"config": LLAMA, "max_length": 96, **CUT},
-        {},
-    ),
-    "questions": Example(
-        "question-answering", _table("question_answering/questions.jsonl", 40), {"max_length": 96, "stride": 32}, BERT
-    ),
+        JUDGED, {}),
+    "questions": Example("question-answering", _table("question_answering/questions.jsonl", 40),
+        {"max_length": 96, "stride": 32}, BERT),
     "lines": Example("token-classification", _sentences(), {}, BERT),
-    "documents": Example(
-        "causal-language-modeling",
+    "documents": Example("causal-language-modeling",
         [{"text": f"one document {row} ", "source": row or None} for row in range(40)],
-        {"length": 32, **CUT},
-        {"config": LLAMA},
-    ),
+        {"length": 32, **CUT}, {"config": LLAMA}),
     "sea": Example(SERIES, _table("forecasting/elnino.csv", 60), SEA, {}),
-    "sea by another name": Example(
-        SERIES, _table("forecasting/elnino.csv", 60), SEA | {"rename": {"month": "time"}, "time": "time"}, {}
-    ),
+    "sea by another name": Example(SERIES, _table("forecasting/elnino.csv", 60),
+        SEA | {"rename": {"month": "time"}, "time": "time"}, {}),
     "shops": Example(SERIES, _shops(), SHOPS, {}),
-    "minutes": Example(
-        SERIES,
-        [{"t": 1_700_000_000 + 60 * step, "y": float(step % 5)} for step in range(40)],
-        {"time": "t", "target": "y", "context": 6, "horizon": 2, "missing": "previous"},
-        {},
-    ),
+    "minutes": Example(SERIES, [{"t": 1_700_000_000 + 60 * step, "y": float(step % 5)} for step in range(40)],
+        {"time": "t", "target": "y", "context": 6, "horizon": 2, "missing": "previous"}, {}),
     "notes": Example(TABLE, _answers("note", "text {}".format), {"label": "answer", "ignore": ["note"], **CUT}, NET),
-}
+}  # fmt: skip
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.launch import LaunchConfig, launch
+from tests.support.tiny import run
 from trainer_lib.protocol.requests import ImportRequest, ImportResult, RecipeFile
 
 SETTINGS: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "per_device_train_batch_size": 4}
@@ -33,5 +33,4 @@ def import_here(source: Path | str, destination: Path | str, model: str | None =
         recipe=RecipeFile(path, str(Path(path).parent)) if model else None,
         model=name if model else None,
     )
-    ignore = LaunchConfig(kind="in_process", processes=1)
-    return launch(request, ignore, env={}, on_line=lambda line: None, on_event=lambda event: None)
+    return run(request, kind="in_process")

@@ -22,18 +22,16 @@ from tests.support.named_recipes import (
     RecipeCase,
     collate_of,
     prepare_sources,
-    prove_resume,
     save_model,
     trained,
     trainer_of,
 )
-from trainer_lib.errors import ConfigError, DamagedError, DataError
+from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.recipes import DataInfo
 from trainer_lib.recipes.preference_optimization import measure_preferences, preference_losses
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
-from trainer_lib.worker.process.assembly import load_weights
 from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
@@ -211,31 +209,6 @@ def test_tables_become_documents_and_lost_tokens_are_counted(tmp_path: Path) -> 
     assert "overlong=split" in str(caught.value.remedy)
 
 
-def test_adapters_are_trained_saved_loaded_and_merged(packed: Prepared, base: Path, tmp_path: Path) -> None:
-    recipe, splits, data = packed
-    options = {"folder": base, "adapter": {"rank": 4}}
-    model: Any = recipe.build_model(options, data)
-    trained = {name for name, each in model.named_parameters() if each.requires_grad}
-    assert trained
-    assert all("lora" in name for name in trained)
-    before = {name: each.clone() for name, each in model.named_parameters()}
-    trainer = trainer_of(recipe, data, model, tmp_path / "run", splits["train"], 3, **BATCHES)
-    trainer.train()
-    changed = {name for name, each in model.named_parameters() if not torch.equal(each, before[name])}
-    assert changed == trained
-    trainer.save_model(str(tmp_path / "model"))
-    assert not (tmp_path / "model" / "model.safetensors").exists()
-    again: Any = recipe.build_model(options, data)
-    load_weights(again, str(tmp_path / "model"))
-    batch = {"input_ids": torch.arange(9)[None]}
-    with torch.no_grad():
-        wanted = model.eval()(**batch).logits
-        torch.testing.assert_close(again.eval()(**batch).logits, wanted)
-        torch.testing.assert_close(again.merge_and_unload()(**batch).logits, wanted)
-    with pytest.raises(DamagedError, match="do not fit"):
-        load_weights(recipe.build_model({"folder": base, "adapter": {"rank": 2}}, data), str(tmp_path / "model"))
-
-
 def test_a_model_and_its_tokenizer_come_from_a_folder(base: Path, packed: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = prepare(tmp_path, folder=base)
     assert data.info["vocabulary"] == 400
@@ -370,10 +343,6 @@ def test_adapters_leave_the_reference_as_it_is(of_known: Prepared, known: Path, 
     assert np.abs(seen).max() > 0.01
     new = trainer.predict([{name: row[name] for name in TEXTS} for row in splits["test"]]).predictions
     assert new == pytest.approx(seen, abs=1e-4)
-
-
-def test_a_run_that_goes_on_ends_like_one_that_was_not_stopped(pairs: Prepared, tmp_path: Path) -> None:
-    prove_resume(pairs, tmp_path, {}, gradient_accumulation_steps=2, **TWICE)
 
 
 def test_another_model_than_the_reference_is_refused_before_the_first_step(

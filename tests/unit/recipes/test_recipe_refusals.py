@@ -140,11 +140,8 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
     ],
     "time-series-forecasting": [
         (counted("7,99,x,1"), {}, "row 30 (line 32): the time 7 is that of … row 7 (line 9) … options.series=NAME"),
-        (
-            HALF,
-            {},
-            "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1 … (a number:",
-        ),
+        (HALF, {},
+            "row 12 (line 14): the time 12.5 is not on the grid that begins at 0 and has a step of 1 … (a number:"),
         (ELNINO.replace("1960-03-01", "1960-03-05"), SEA, "the time 1960-03-05 is not on the grid"),
         (ELNINO.replace("1960-03-01", "March 1960"), SEA, "column 'month': 'March 1960' is not a time"),
         (ELNINO, {**SEA, "step": "moon"}, "not a step of time"),
@@ -187,29 +184,19 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (TYPED, {"split": {"by": "column", "column": "part"}}, "the label '1.0' … Write it as '1', as train does."),
         (LISTS, {}, "data.jsonl, row 0 … a list is neither a number nor a text … need target: several"),
         (LISTS, SEVERAL, "row 0 (line 1), column 'module': [0, 1, 0] marks classes by 0 and 1"),
-        (
-            jsonl({"line": {"0": "a"}, "module": {"0": "b"}}),
-            {},
-            "'module': a dict is neither … to_json(orient='records', lines",
-        ),
+        (jsonl({"line": {"0": "a"}, "module": {"0": "b"}}), {},
+            "'module': a dict is neither … to_json(orient='records', lines"),
     ],
     "token-classification": [
         (tagged((["a", "b"], ["X"])), {}, "data.jsonl, row 9 (line 10): there are 2 words and 1 tags."),
         (tagged(([], [])), {}, "column 'words': the list of words is empty."),
         (tagged((None, ["X"])), {}, "there is no value"),
-        (
-            tagged(("a b", ["X"])),
-            {},
-            "'words': a text is not a list, such as 'a b' … of a text with spans of characters",
-        ),
+        (tagged(("a b", ["X"])), {},
+            "'words': a text is not a list, such as 'a b' … of a text with spans of characters"),
         (tagged((["a", ""], ["X", "Y"])), {}, "row 9 (line 10), column 'words': number 1 of the list is empty"),
         (FOLDS, BY_COLUMN, "row 1 (line 2): the tag 'Z' of word 0 ('a') in the split 'test' is in no row of train"),
         (jsonl(*[{"words": ["a"], "tags": ["X"]}] * 9), {}, "there is nothing to learn"),
-        (
-            tagged((["a", "b"], ["X", -100])),
-            {"split": {"test": 0.1, "seed": 0}},
-            "The tag -100 marks tokens",
-        ),
+        (tagged((["a", "b"], ["X", -100])), {"split": {"test": 0.1, "seed": 0}}, "The tag -100 marks tokens"),
         (tagged(), STRATIFIED, "no class to cut by"),
         (tagged(), {"words": "word"}, 'Did you mean "words"?'),
         (tagged(), {"max_lenght": 3}, 'Did you mean "max_length"?'),
@@ -296,7 +283,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (TEXTS, {"overlong": "cut"}, "prepare.options.overlong … one of the choices"),
         (TEXTS, {"pretrained": "a", "folder": "b"}, "prepare.options.folder … not both"),
     ],
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(

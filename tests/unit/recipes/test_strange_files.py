@@ -335,20 +335,6 @@ def test_money_per_cent_and_decimal_commas_are_numbers(text: str, number: float 
     assert number_of(text) == number
 
 
-def test_gaps_written_as_words_and_texts_that_differ_in_case_are_noticed(tmp_path: Path) -> None:
-    cities, gaps = ("Paris", "paris", "N/A"), ("$1,000.50", "n/a")
-    rows = [f'{cities[row % 3]},"{gaps[row % 2]}",{row % 9} %,{"ab"[row % 2]}' for row in range(60)]
-    path = written(tmp_path, "\n".join(["city,price,share,label", *rows]))
-    with pytest.raises(DataError, match="column 'price': there is no value, as in 30 of 60 rows"):
-        prepared("tabular-classification", path, label="label")
-    found, out = prepared("tabular-classification", path, label="label", missing="mean")
-    assert out.info["texts"] == {"city": ["", "Paris", "paris"]}
-    assert {row["price"] for row in found["train"] if row["price"] == row["price"]} == {1000.5}
-    assert max(row["share"] for row in found["train"]) == 0.08
-    words = "'Paris' and 'paris', which differ in case", "'$1,000.50' is 1000.5", "'0 %' is 0"
-    assert all(any(text in warning for warning in out.warnings) for text in words)
-
-
 # -- documents of text files and tables -------------------------------------------------------------------------------
 def read(*sources: str | Path, **more: Any) -> list[TextDocument]:
     settings = {"rename": {}, "separator": None, "field": "prepare.sources", **more}

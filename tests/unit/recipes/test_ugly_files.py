@@ -193,6 +193,12 @@ COLUMNS: dict[str, Ugly] = {
         "New  York,{n},{l}\nnew york,{n},B\nx,{n},A", head="x,n,label", options={"merge": ["x", "label"]},
         first={"x": "new york"}, new={"n": 1, "x": " NEW York", "expected": "new york"},
     ),
+    "gaps among categories": Ugly(
+        "{n},N/A,{l}\n{n},Paris,{l}", head="x,c,label", options={"missing": "mean"}, first={"c": ""},
+    ),
+    "gaps among amounts": Ugly(
+        "n/a,{n},{l}\n\"$1,000.50\",{n},{l}", head="x,n,label", options={"missing": "mean"}, words=("is 1000.5",),
+    ),
     "two classes of one number": Ugly(
         "{n},{l},1\n{n},{l},0\n{n},{l},1.0", head="x,c,label", first={"c": "a"},
         words=("'1' and '1.0', which are one number and count as two texts.",),
