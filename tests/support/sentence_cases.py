@@ -73,8 +73,24 @@ def scorer(labels: int = 1) -> CrossEncoder:
     return CrossEncoder(folder, num_labels=labels, device="cpu")
 
 
-def _arguments(folder: str, given: dict[str, Any], cls: Any = SentenceTransformerTrainingArguments) -> Any:
-    return cls(output_dir=folder, **{**_COMMON, "batch_sampler": InOrder, **given})
+def _made(
+    folder: str, given: dict[str, Any], train: Any, loss: Callable[[Any], Any], held: Any = None, **more: Any
+) -> Any:
+    """A trainer of an encoder, or of a `scorer`; `loss` makes the loss of the model."""
+    model, ChosenTrainer = encoder(), SentenceTransformerTrainer
+    args = SentenceTransformerTrainingArguments(output_dir=folder, **{**_COMMON, "batch_sampler": InOrder, **given})
+    return ChosenTrainer(model=model, args=args, train_dataset=train, eval_dataset=held, loss=loss(model), **more)
+
+
+def _scoring(folder: str, given: dict[str, Any], train: Any, loss: Any, held: Any, **more: Any) -> Any:
+    model = scorer()
+    args = CrossEncoderTrainingArguments(output_dir=folder, **{**_COMMON, "batch_sampler": InOrder, **given})
+    return CrossEncoderTrainer(model=model, args=args, train_dataset=train, eval_dataset=held, loss=loss(model), **more)
+
+
+def _halves(count: int, *names: str, **label: list[Any]) -> tuple[Dataset, Dataset]:
+    """So many rows to train on, and eight others to evaluate."""
+    return columns(count, *names, **label), columns(8, *names, first=20, **label)
 
 
 def _similarity() -> EmbeddingSimilarityEvaluator:
@@ -89,66 +105,52 @@ def _retrieval() -> InformationRetrievalEvaluator:
     return InformationRetrievalEvaluator(queries, corpus, relevant, name="ir", precision_recall_at_k=[3], **at_k)
 
 
+SCORED = ("sentence1", "sentence2")
+RANKED = ("anchor", "positive")
+
+
 def similarity(folder: str) -> Any:
     """Scores of pairs; an evaluator decides which checkpoint is the best, and it is loaded at the end."""
-    model = encoder()
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_dev_spearman_cosine"}
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {**best, "greater_is_better": True}),
-        train_dataset=columns(16, "sentence1", "sentence2", score=SCORES),
-        eval_dataset=columns(8, "sentence1", "sentence2", first=20, score=SCORES),
-        loss=losses.CosineSimilarityLoss(model),
-        evaluator=_similarity(),
-    )
+    train, held = _halves(16, *SCORED, score=SCORES)
+    given = {**best, "greater_is_better": True}
+    return _made(folder, given, train, losses.CosineSimilarityLoss, held, evaluator=_similarity())
 
 
 def ranking(folder: str) -> Any:
     """Batches without labels and without duplicates, prompts, gradient accumulation, an evaluator of retrieval."""
-    model = encoder()
     given = {"gradient_accumulation_steps": 2, "prompts": {"anchor": "the ", "positive": "a "}}
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {**given, "batch_sampler": BatchSamplers.NO_DUPLICATES}),
-        train_dataset=columns(32, "anchor", "positive"),
-        eval_dataset=columns(8, "anchor", "positive", first=20),
-        loss=losses.MultipleNegativesRankingLoss(model),
-        evaluator=[_retrieval(), _similarity()],
-    )
+    train, held = _halves(32, *RANKED)
+    given["batch_sampler"] = BatchSamplers.NO_DUPLICATES
+    evaluators = [_retrieval(), _similarity()]
+    return _made(folder, given, train, losses.MultipleNegativesRankingLoss, held, evaluator=evaluators)
+
+
+def _softmax(model: Any) -> Any:
+    torch.manual_seed(1)
+    return losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
 
 
 def classifying(folder: str) -> Any:
     """A loss with weights of its own, which have a learning rate of their own."""
-    model = encoder()
-    torch.manual_seed(1)
-    loss = losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3)
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {"learning_rate_mapping": {r"classifier\.": 2e-2}, "weight_decay": 0.1}),
-        train_dataset=columns(16, "premise", "hypothesis", label=[i % 3 for i in range(16)]),
-        eval_dataset=columns(8, "premise", "hypothesis", first=20, label=[i % 3 for i in range(8)]),
-        loss=loss,
-    )
+    given = {"learning_rate_mapping": {r"classifier\.": 2e-2}, "weight_decay": 0.1}
+    train, held = _halves(16, "premise", "hypothesis", label=[i % 3 for i in range(16)])
+    return _made(folder, given, train, _softmax, held)
 
 
 def _several(folder: str, sampler: MultiDatasetBatchSamplers, **given: Any) -> Any:
-    model = encoder()
-    torch.manual_seed(1)
     sets = {
-        "scores": columns(16, "sentence1", "sentence2", score=SCORES),
+        "scores": columns(16, *SCORED, score=SCORES),
         "classes": columns(12, "premise", "hypothesis", label=[i % 3 for i in range(12)]),
     }
     held = {name: each.select(range(6)) for name, each in sets.items()}
-    each_loss = {
-        "scores": losses.CoSENTLoss(model),
-        "classes": losses.SoftmaxLoss(model, model.get_embedding_dimension(), num_labels=3),
-    }
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {"multi_dataset_batch_sampler": sampler, **given}),
-        train_dataset=DatasetDict(sets),
-        eval_dataset=held,
-        loss=each_loss,
+    given["multi_dataset_batch_sampler"] = sampler
+    return _made(
+        folder,
+        given,
+        DatasetDict(sets),
+        lambda model: {"scores": losses.CoSENTLoss(model), "classes": _softmax(model)},
+        held,
         evaluator=_similarity(),
     )
 
@@ -166,102 +168,65 @@ def in_proportion(folder: str) -> Any:
 
 def triplets(folder: str) -> Any:
     """Batches grouped by label; nothing but an evaluator to evaluate with."""
-    model = encoder()
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {"batch_sampler": BatchSamplers.GROUP_BY_LABEL, "learning_rate": 1e-4}),
-        train_dataset=columns(32, "sentence", label=[i % 4 for i in range(32)]),
-        loss=losses.BatchAllTripletLoss(model),
-        evaluator=_similarity(),
-    )
+    given = {"batch_sampler": BatchSamplers.GROUP_BY_LABEL, "learning_rate": 1e-4}
+    train = columns(32, "sentence", label=[i % 4 for i in range(32)])
+    return _made(folder, given, train, losses.BatchAllTripletLoss, evaluator=_similarity())
 
 
 def nested(folder: str) -> Any:
-    model = encoder()
-    inner = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {}),
-        train_dataset=columns(16, "anchor", "positive"),
-        eval_dataset=columns(8, "anchor", "positive", first=20),
-        loss=losses.MatryoshkaLoss(model, inner, matryoshka_dims=[16, 8]),
-    )
+    def loss(model: Any) -> Any:
+        inner = losses.CachedMultipleNegativesRankingLoss(model, mini_batch_size=2)  # computes gradients in pieces
+        return losses.MatryoshkaLoss(model, inner, matryoshka_dims=[16, 8])
+
+    train, held = _halves(16, *RANKED)
+    return _made(folder, {}, train, loss, held)
 
 
 def parts(folder: str) -> Any:
     """A loss that returns its parts by name: each is logged."""
-    model = encoder()
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {}),
-        train_dataset=columns(16, "anchor", "positive"),
-        eval_dataset=columns(8, "anchor", "positive", first=20),
-        loss=losses.GlobalOrthogonalRegularizationLoss(model),
-    )
+    train, held = _halves(16, *RANKED)
+    return _made(folder, {}, train, losses.GlobalOrthogonalRegularizationLoss, held)
 
 
 def streamed(folder: str) -> Any:
-    model = encoder()
     kinds = Features({"sentence1": Value("string"), "sentence2": Value("string"), "score": Value("float32")})
-    rows = columns(16, "sentence1", "sentence2", score=SCORES).to_iterable_dataset().cast(kinds)
-    return SentenceTransformerTrainer(
-        model=model,
-        args=_arguments(folder, {"max_steps": 8, "batch_sampler": BatchSamplers.BATCH_SAMPLER}),
-        train_dataset=rows,
-        eval_dataset=columns(8, "sentence1", "sentence2", first=20, score=SCORES),
-        loss=losses.CosineSimilarityLoss(model),
-    )
+    train, held = _halves(16, *SCORED, score=SCORES)
+    given = {"max_steps": 8, "batch_sampler": BatchSamplers.BATCH_SAMPLER}
+    return _made(folder, given, train.to_iterable_dataset().cast(kinds), losses.CosineSimilarityLoss, held)
 
 
 def pairs(folder: str) -> Any:
     """A cross-encoder: batches hold texts, which the loss turns into tokens."""
-    model = scorer()
     evaluator = CrossEncoderCorrelationEvaluator(list(zip(TEXTS[:8], TEXTS[8:16], strict=True)), SCORES[:8], name="dev")
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_dev_spearman", "greater_is_better": True}
-    return CrossEncoderTrainer(
-        model=model,
-        args=_arguments(folder, best, CrossEncoderTrainingArguments),
-        train_dataset=columns(16, "query", "answer", label=SCORES),
-        eval_dataset=columns(8, "query", "answer", first=20, label=SCORES),
-        loss=cross_losses.BinaryCrossEntropyLoss(model),
-        evaluator=evaluator,
-    )
+    train, held = _halves(16, "query", "answer", label=SCORES)
+    return _scoring(folder, best, train, cross_losses.BinaryCrossEntropyLoss, held, evaluator=evaluator)
 
 
 def negatives(folder: str) -> Any:
     """A cross-encoder on batches without a tensor; gradient accumulation; an evaluator of ranking."""
-    model = scorer()
     samples = [{"query": TEXTS[i], "positive": [TEXTS[i + 9]], "documents": TEXTS[i : i + 10]} for i in range(4)]
-    given = {"gradient_accumulation_steps": 2}
-    torch.manual_seed(3)
-    return CrossEncoderTrainer(
-        model=model,
-        args=_arguments(folder, given, CrossEncoderTrainingArguments),
-        train_dataset=columns(32, "query", "answer", "negative"),
-        eval_dataset=columns(8, "query", "answer", "negative", first=20),
-        loss=cross_losses.MultipleNegativesRankingLoss(model, num_negatives=None),
-        evaluator=CrossEncoderRerankingEvaluator(samples, at_k=3, name="rank", always_rerank_positives=True),
-    )
+    evaluator = CrossEncoderRerankingEvaluator(samples, at_k=3, name="rank", always_rerank_positives=True)
+    train, held = _halves(32, "query", "answer", "negative")
+
+    def loss(model: Any) -> Any:
+        torch.manual_seed(3)
+        return cross_losses.MultipleNegativesRankingLoss(model, num_negatives=None)
+
+    return _scoring(folder, {"gradient_accumulation_steps": 2}, train, loss, held, evaluator=evaluator)
 
 
 def lists(folder: str) -> Any:
     """A cross-encoder on two data sets: lists of answers, and classes."""
-    model = scorer()
-    ranked = Dataset.from_dict(
-        {
-            "query": TEXTS[:16],
-            "docs": [TEXTS[i + 3 : i + 6] for i in range(16)],
-            "labels": [[1.0, 0.0, float(i % 2)] for i in range(16)],
-        }
-    )
+    documents, labels = [TEXTS[i + 3 : i + 6] for i in range(16)], [[1.0, 0.0, float(i % 2)] for i in range(16)]
+    ranked = Dataset.from_dict({"query": TEXTS[:16], "docs": documents, "labels": labels})
     sets = {"ranked": ranked, "scored": columns(12, "query", "answer", label=SCORES)}
-    return CrossEncoderTrainer(
-        model=model,
-        args=_arguments(folder, {"multi_dataset_batch_sampler": "round_robin"}, CrossEncoderTrainingArguments),
-        train_dataset=sets,
-        eval_dataset={name: each.select(range(6)) for name, each in sets.items()},
-        loss={"ranked": cross_losses.LambdaLoss(model), "scored": cross_losses.BinaryCrossEntropyLoss(model)},
-    )
+    held = {name: each.select(range(6)) for name, each in sets.items()}
+
+    def both(model: Any) -> Any:
+        return {"ranked": cross_losses.LambdaLoss(model), "scored": cross_losses.BinaryCrossEntropyLoss(model)}
+
+    return _scoring(folder, {"multi_dataset_batch_sampler": "round_robin"}, sets, both, held)
 
 
 def load_encoder(folder: str) -> Any:
