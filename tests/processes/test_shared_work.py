@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import textwrap
 import threading
 import time
 from dataclasses import replace
@@ -23,6 +24,7 @@ from tests.support import tiny
 from tests.support.checkpoints import no_damage, save, save_untrained
 from tests.support.launched import request, wait_until
 from tests.support.publishing import digits_content
+from tests.support.recorded import nightly
 from tests.support.repository import ROOT
 from tests.support.searching import rate, search_trainer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, rotate_checkpoints
@@ -106,6 +108,20 @@ def test_several_workers_and_one_give_the_same_digits(tmp_path: Path, trained: t
     for split in ("test", "train"):
         assert whole[split]["accuracy"] == alone[split]["accuracy"]
         assert whole[split]["loss"] == pytest.approx(alone[split]["loss"], rel=1e-6)
+
+
+def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, trained: tuple[Path, PreparedData]) -> None:
+    folder, data = trained
+    more = {"data": data, "model_url": f"{folder / 'train'}/model", "model": {}, "args": tiny.ARGS}
+    results = []
+    for config in ({"processes": 2}, {"kind": "in_process"}):
+        base = {"output": str(tmp_path / str(config)), **more}
+        evaluated = tiny.run(request(tmp_path, tiny.RECIPE, "evaluate", splits=["test"], **base), **config)
+        tiny.run(request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), **config)
+        files = (tmp_path / str(config) / "predictions" / "test").glob("*.parquet")
+        results.append((evaluated.metrics["test"]["accuracy"], {file.name: file.read_bytes() for file in files}))
+    assert len(results[0][1]) == 3
+    assert results[0] == results[1]
 
 
 def kill_holder(claims: Path) -> None:
@@ -199,6 +215,14 @@ def start(code: str, *words: str) -> subprocess.Popen[str]:
 def answer(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     return process.stdout.readline().strip()
+
+
+def begin(processes: list[subprocess.Popen[str]]) -> None:
+    """Let processes go on together, once all of them are ready."""
+    assert [answer(process) for process in processes] == ["ready"] * len(processes)
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("\n")
 
 
 # ---------------------------------------------------------------------------------------------------------- checkpoints
@@ -301,10 +325,7 @@ print(json.dumps([committed, [turn for turn in range(50) if store.create(f"{turn
 def test_of_processes_that_commit_or_create_at_once_exactly_one_wins(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         racers = [stack.enter_context(start(RACER, str(tmp_path), str(number))) for number in range(3)]
-        assert [answer(racer) for racer in racers] == ["ready"] * 3
-        for racer in racers:
-            assert racer.stdin is not None
-            racer.stdin.write("\n")
+        begin(racers)
         won: list[tuple[list[int], list[int]]] = [json.loads(answer(racer)) for racer in racers]
     assert sorted(chain.from_iterable(committed for committed, _ in won)) == list(range(20))
     assert sorted(chain.from_iterable(created for _, created in won)) == list(range(50))
@@ -383,3 +404,77 @@ def test_a_trial_whose_process_was_killed_is_tried_again(tmp_path: Path) -> None
     best = search_trainer(tmp_path).hyperparameter_search(rate, n_trials=1, **again)
     assert [trial["state"] for trial in best.run_summary] == ["fail", "complete"]
     assert best.run_summary[0]["hyperparameters"] == best.hyperparameters
+
+
+# ---------------------------------------------------------------------------------- two processes of `trainflow gc`
+CLEANING = """
+    import sys, time
+    from trainflow.flows.runs.garbage import find_garbage, remove_garbage
+    storage = sys.argv[1]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    removed, end = [], time.monotonic() + 3
+    while time.monotonic() < end:
+        removed += remove_garbage(storage, find_garbage(storage, keep=2))
+    print(len(removed), flush=True)
+"""
+
+
+RUNS = """
+    # A pipeline that takes up what earlier runs left: as the flow does, it gives a sign of life, waits for a removal,
+    # names the folder in its record, and only then looks for the result; without one it makes it again under the lease.
+    import hashlib, json, sys, time
+    from dataclasses import asdict
+    from trainflow.tasks.stage.manifest import look_up
+    from trainer_lib.locks.removal import leave_mark
+    from tests.support.recorded import commit_stage, key_of
+    from trainer_lib.locks.lease import Holder, acquire_lease
+    from trainer_lib.storage import Store
+    storage, seconds = sys.argv[1], float(sys.argv[2])
+    print("ready", flush=True)
+    sys.stdin.readline()
+    start, rounds, lost, made = time.monotonic(), 0, 0, 0
+    while time.monotonic() - start < seconds:
+        rounds += 1
+        seed = f"toy {rounds % 12 + 1}"
+        key = key_of("train", seed)
+        folder = Store.open(storage).child("runs", hashlib.sha256(seed.encode()).hexdigest()[:16])
+        about = {"holder": asdict(Holder.this_process()), "flow_run_id": None}
+        leave_mark(folder, "alive/me.json", lambda: folder.replace("alive/me.json", json.dumps(about).encode()))
+        record = {"name": "toy", "status": "RUNNING", "started": "2026-10-01", "worked_in": {"train": key.digest}}
+        folder.replace("run.json", json.dumps(record).encode())
+        stage = Store.open(storage).child("stages", "train", key.folder)
+        def done():
+            return look_up(storage, key)[0] is not None
+        if not done():
+            lease = acquire_lease(stage, wait=done)
+            if lease is not None:
+                with lease:
+                    if not done():
+                        commit_stage(storage, "train", seed)
+                        made += 1
+        # From here on the result must stay until the run has ended.
+        for _ in range(5):
+            if not (done() and stage.exists("result.bin")) or not folder.exists("run.json"):
+                lost += 1
+            time.sleep(0.002)
+        record["status"] = "FINISHED"
+        folder.replace("run.json", json.dumps(record).encode())
+        folder.delete("alive/me.json")
+    print(json.dumps([rounds, made, lost]), flush=True)
+"""
+
+
+def test_beside_runs_at_work_nothing_that_they_refer_to_goes(tmp_path: Path) -> None:
+    storage = str(tmp_path)
+    nightly(storage, 3)
+    with contextlib.ExitStack() as stack:
+        codes = (RUNS, CLEANING, CLEANING)
+        started = [stack.enter_context(start(textwrap.dedent(code), storage, "3")) for code in codes]
+        begin(started)
+        outs = [process.communicate(timeout=150)[0] for process in started]
+        assert [process.returncode for process in started] == [0, 0, 0]
+    rounds, made, lost = json.loads(outs[0])
+    assert rounds > 5
+    assert sum(int(out) for out in outs[1:]) > 3, "both sides were at it"
+    assert lost == 0, f"{lost} of {rounds} runs lost what they referred to ({made} results were made again)"
