@@ -45,10 +45,6 @@ def test_a_script_does_what_it_does_with_transformers_and_what_its_row_in_the_do
     assert row in client_table.PAGE.read_text(encoding="utf-8").splitlines()
 
 
-def test_what_the_compatibility_page_says_was_tried_with_scripts_has_run(runs: Runs) -> None:
-    assert client_table.unfounded_claims("scripts", runs.names) == []
-
-
 @pytest.mark.needs("examples")
 @pytest.mark.parametrize("script", SETS["official"], ids=lambda script: script.title)
 def test_an_official_script_does_what_it_does_with_transformers(script: Any, official: Runs) -> None:

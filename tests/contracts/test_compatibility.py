@@ -195,10 +195,6 @@ def test_every_row_cites_a_test_that_exists_and_says_its_name(section: str) -> N
     assert wrong == []
 
 
-def test_the_clients_that_a_row_was_tried_with_are_known() -> None:
-    assert {client for row in rows() for client in row.tried_with} <= set(compatibility.CLIENTS)
-
-
 # ----------------------------------------------------------------------------------------------------- what works works
 @pytest.mark.parametrize("row", [row for row in rows() if _is_argument(row) and row.status == "works"], ids=_name)
 def test_an_argument_that_works_is_not_refused(row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What a client does with a Trainer, in the clients' own process: construct, train, evaluate, log, save, resume, load.
 
-python -m tests.support.client_cases <module with CASES> ours|transformers <folder> <answer.json> <case or ''> [watched]
+python -m tests.support.client_cases <module with CASES> ours|transformers <folder> <answer.json> <case or ''>
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from tests.support.client_names import Recorder
 
 STEPS = ("constructs", "trains", "evaluates", "saves", "resumes", "loads")
 
@@ -93,19 +91,15 @@ def use_our_trainer() -> None:
     trainer_lib.install()
 
 
-def main(module: str, side: str, folder: str, answer: str, only: str, *watched: str) -> None:
-    """Run the cases of a module, or the `only` one; write outcomes and names used by watched files as JSON."""
-    recorder = Recorder(*watched)
+def main(module: str, side: str, folder: str, answer: str, only: str) -> None:
+    """Run the cases of a module, or the `only` one; write the outcomes as JSON."""
     if side == "ours":
         use_our_trainer()
-        if watched:
-            recorder.start()
     cases: list[Case] = importlib.import_module(module).CASES
     chosen = [case for case in cases if only in ("", case.name)]
     outcomes = {case.name: run(case, Path(folder) / str(number)) for number, case in enumerate(chosen)}
-    written = {"outcomes": outcomes, "names": recorder.names()}
     if os.environ.get("RANK", "0") == "0":
-        Path(answer).write_text(json.dumps(written, default=float), encoding="utf-8")
+        Path(answer).write_text(json.dumps(outcomes, default=float), encoding="utf-8")
 
 
 if __name__ == "__main__":

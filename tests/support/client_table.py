@@ -1,6 +1,6 @@
 """Outcomes of clients on both Trainers: what differs, and the rows of docs/clients.md.
 
-python -m tests.support.client_table TRL    runs a client, and writes its rows and its names into the documentation
+python -m tests.support.client_table TRL    runs a client, and writes its rows into the documentation
 """
 
 from __future__ import annotations
@@ -13,9 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.support.client_cases import STEPS
-from tests.support.client_names import tries
 from tests.support.clients import Runs, run_cases
-from tests.support.compatibility import CLIENTS, TABLES, rows
 from tests.support.repository import ROOT
 from tests.support.script_runs import SCRIPTS, run_set
 
@@ -111,30 +109,10 @@ def write_rows(runs: Runs) -> None:
     PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-def unfounded_claims(client: str, used: set[str]) -> list[str]:
-    """Return the rows of tests/data/compatibility.md that name a client which did not use the name while it ran."""
-    return [row.name for row in rows() if client in row.tried_with and not tries(row.section, row.name, used)]
-
-
-def fill_column(client: str, used: set[str]) -> None:
-    """Write a client into the column "tried with" of every row whose name it used, and out of every other one."""
-    lines = TABLES.read_text(encoding="utf-8").splitlines()
-    found = iter(rows())
-    for number, line in enumerate(lines):
-        if line.startswith("| ") and not line.startswith("| name |"):
-            row = next(found)
-            clients = {*row.tried_with} - {client} | ({client} if tries(row.section, row.name, used) else set())
-            listed = ", ".join(each for each in CLIENTS if each in clients)
-            kept = line.removesuffix(f" {', '.join(row.tried_with)} |") if row.tried_with else line
-            lines[number] = f"{kept} {listed} |" if listed else kept
-    TABLES.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
 def main(name: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         runs = run_set("own", SCRIPTS, Path(folder)) if name == "scripts" else run_cases(name, Path(folder))
     write_rows(runs)
-    fill_column(name, runs.names)
     for case, outcome in runs.ours.items():
         for step, text in outcome["errors"].items():
             sys.stdout.write(f"{case} {step}: {text}\n")

@@ -67,27 +67,14 @@ class Runs:
 
     Attributes:
         ours, transformers: outcome of each case by its name, as `client_cases.run` returns it.
-        names: what the client used of our Trainer, as `client_names.uses` writes it.
     """
 
     ours: dict[str, dict[str, Any]]
     transformers: dict[str, dict[str, Any]]
-    names: set[str]
 
 
-@dataclass(frozen=True)
-class Client:
-    """A client: the module with its `CASES`, and the package whose use of our Trainer is recorded beside theirs."""
-
-    module: str
-    package: str
-
-
-#: Name of a client, as the documentation has it -> its cases.
-CLIENTS = {
-    "TRL": Client("tests.support.trl_cases", "trl"),
-    "sentence-transformers": Client("tests.support.sentence_cases", "sentence_transformers"),
-}
+#: Name of a client, as the documentation has it -> the module with its `CASES`.
+CLIENTS = {"TRL": "tests.support.trl_cases", "sentence-transformers": "tests.support.sentence_cases"}
 
 
 def run_cases(name: str, output: Path) -> Runs:
@@ -97,12 +84,11 @@ def run_cases(name: str, output: Path) -> Runs:
         name: a key of `CLIENTS`.
         output: an empty folder for what the trainings write.
     """
-    ours, theirs = (run_side(name, side, output / side) for side in ("ours", "transformers"))
-    return Runs(ours["outcomes"], theirs["outcomes"], set(ours["names"]))
+    return Runs(*(run_side(name, side, output / side) for side in ("ours", "transformers")))
 
 
 def run_side(name: str, side: str, output: Path, *, only: str = "", processes: int = 1) -> dict[str, Any]:
-    """Run the cases of a client, or one of them, on one side; return the outcomes by case, and the names used.
+    """Run the cases of a client, or one of them, on one side; return the outcomes by case.
 
     Args:
         side: "ours" or "transformers".
@@ -110,10 +96,9 @@ def run_side(name: str, side: str, output: Path, *, only: str = "", processes: i
         only: name of a case.
         processes: with more than one, torchrun starts them.
     """
-    client, answer = CLIENTS[name], output / "answer.json"
+    answer = output / "answer.json"
     output.mkdir()
-    watched = [str(ROOT / f"{client.module.replace('.', '/')}.py"), f"{folder() / client.package}{os.sep}"]
-    given = [client.module, side, str(output), str(answer), only, *(watched if processes == 1 else ())]
+    given = [CLIENTS[name], side, str(output), str(answer), only]
     done = run_module("tests.support.client_cases", *given, output=output, processes=processes)
     (output / "stderr").write_text(done.stderr, encoding="utf-8")
     assert answer.exists(), f"{name} on {side} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}"

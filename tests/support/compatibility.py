@@ -30,11 +30,7 @@ from trainer_lib.trainer.accelerator.trainer_accelerator import TrainerAccelerat
 TABLES = ROOT / "tests" / "data" / "compatibility.md"
 PAGE = ROOT / "docs" / "compatibility.md"
 CALLED: dict[str, Any] = json.loads((ROOT / "tests" / "data" / "trainer_methods.json").read_text(encoding="utf-8"))
-_ROW = re.compile(
-    r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|(?: ([^|]+) \|)?"
-)
-#: Clients that the last column may name; the tests in tests/clients hold what it says against a run.
-CLIENTS = ("TRL", "sentence-transformers", "scripts", "Keras")
+_ROW = re.compile(r"\| `([^`]+)` \| (works|refused|works with `[^`]+`) \|(?: (.*))? \| `(tests/[^`]+)` \|")
 
 #: Attributes that the design promises, and that no class declares.
 ATTRIBUTES = (
@@ -73,7 +69,6 @@ class Row(NamedTuple):
     status: str
     note: str
     test: str
-    tried_with: tuple[str, ...]
 
     @property
     def needs(self) -> str | None:
@@ -90,8 +85,7 @@ def rows() -> tuple[Row, ...]:
         elif line.startswith("| ") and not line.startswith("| name |"):
             match = _ROW.fullmatch(line)
             assert match, f"no row: {line}"
-            tried_with = tuple(match[5].split(", ")) if match[5] else ()
-            found.append(Row(section, match[1], match[2], match[3] or "", match[4], tried_with))
+            found.append(Row(section, match[1], match[2], match[3] or "", match[4]))
     return tuple(found)
 
 

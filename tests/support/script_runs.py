@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.support.client_names import Recorder
 from tests.support.clients import Runs
 from tests.support.repository import ROOT
 from tests.support.script_data import save_models, save_rows
@@ -134,8 +133,7 @@ def run_set(name: str, source: Path, folder: Path) -> Runs:
         (folder / f"{side}.log").write_text(done.stdout + done.stderr, encoding="utf-8")
         assert answer.exists(), f"The scripts on {side} ended with exit code {done.returncode}:\n{done.stderr[-4000:]}"
         answers.append(json.loads(answer.read_text(encoding="utf-8")))
-    ours, theirs = answers
-    return Runs(ours["outcomes"], theirs["outcomes"], set(ours["names"]))
+    return Runs(*answers)
 
 
 #: Folder of modules that stand in for packages which fetch their data from the network.
@@ -216,15 +214,11 @@ def _load(auto: str, folder: Path) -> dict[str, Any]:
 
 
 def main(side: str, name: str, folder: str, answer: str) -> None:
-    """Run every script of a set; write the outcomes and the names used by the scripts as JSON."""
+    """Run every script of a set; write the outcomes as JSON."""
     root = Path(folder)
     scripts = root / side / "scripts"
-    recorder = Recorder(f"{scripts}{os.sep}")
-    if side == "ours":
-        recorder.start()
     outcomes = {each.title: run(each, scripts, root, root / side / str(i)) for i, each in enumerate(SETS[name])}
-    written = {"outcomes": outcomes, "names": recorder.names()}
-    Path(answer).write_text(json.dumps(written), encoding="utf-8")
+    Path(answer).write_text(json.dumps(outcomes), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -77,9 +77,11 @@ def _made(
     folder: str, given: dict[str, Any], train: Any, loss: Callable[[Any], Any], held: Any = None, **more: Any
 ) -> Any:
     """A trainer of an encoder, or of a `scorer`; `loss` makes the loss of the model."""
-    model, ChosenTrainer = encoder(), SentenceTransformerTrainer
+    model = encoder()
     args = SentenceTransformerTrainingArguments(output_dir=folder, **{**_COMMON, "batch_sampler": InOrder, **given})
-    return ChosenTrainer(model=model, args=args, train_dataset=train, eval_dataset=held, loss=loss(model), **more)
+    return SentenceTransformerTrainer(
+        model=model, args=args, train_dataset=train, eval_dataset=held, loss=loss(model), **more
+    )
 
 
 def _scoring(folder: str, given: dict[str, Any], train: Any, loss: Any, held: Any, **more: Any) -> Any:
