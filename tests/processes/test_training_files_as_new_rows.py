@@ -34,6 +34,7 @@ from trainer_lib.protocol.requests import (
     ExportRequest,
     ExportResult,
     MeasureRowsRequest,
+    MeasureRowsResult,
     PrepareRequest,
     RecipeFile,
 )
@@ -250,8 +251,8 @@ def test_a_model_predicts_the_file_that_it_was_trained_on(name: str, published: 
 
 def _measuring(model: Path, to: Path, *, sources: tuple[Path, ...] = (), **fields: Any) -> MeasureRowsRequest:
     found = find_model(str(model))
-    known = {"digest": found.digest(), "code": found.description.code_digest}
-    files = tuple(find_row_files(map(str, sources))) if sources else ()
+    known: dict[str, Any] = {"digest": found.digest(), "code": found.description.code_digest}
+    files = tuple(find_row_files([*map(str, sources)])) if sources else ()
     return MeasureRowsRequest(output=str(to / "out"), model=str(model), sources=files, **known, **fields)
 
 
@@ -302,7 +303,10 @@ def test_a_published_model_is_measured_on_the_rows_of_a_prepared_split(published
     )
     data, chosen = prepare(asked), read_metrics(["f1_weighted"])
     measures = _measuring(folder, tmp_path, data=data, split="test", metrics=chosen, resamples=50)
-    measure = functools.partial(run, kind="in_process")
+
+    def measure(asked: MeasureRowsRequest) -> MeasureRowsResult:
+        return run(asked, kind="in_process")
+
     result, split, classes = measure(measures), ArrowSplit(to_record(data), "test"), data.info["classes"]
     rows = [{**split[number], "cultivar": classes[split[number]["labels"]]} for number in range(len(split))]
     same = _write(tmp_path / "same.csv", [{name: row[name] for name in row if name != "labels"} for row in rows])

@@ -115,8 +115,8 @@ def prove_resume(
 
     def make(where: Path, *callbacks: Any) -> Any:
         torch.manual_seed(0)
-        built, given = recipe.build_model(model, data), {"save_strategy": "steps", "save_steps": steps, **args}
-        return trainer_of(recipe, data, built, where, splits["train"][:rows], 8, callbacks=callbacks, **given)
+        given: dict[str, Any] = {"save_strategy": "steps", "save_steps": steps, "callbacks": callbacks, **args}
+        return trainer_of(recipe, data, recipe.build_model(model, data), where, splits["train"][:rows], 8, **given)
 
     prove(make, folder, 5)
 

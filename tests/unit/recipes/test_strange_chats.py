@@ -52,7 +52,7 @@ def of(*rows: Any) -> tuple[str, bytes]:
 
 
 PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]}
-CALLS = [{**USER, "tool_calls": None}, ANSWER]
+CALLS: list[Any] = [{**USER, "tool_calls": None}, ANSWER]
 #: What is in a file, and the shape that it has.
 READ: dict[str, tuple[tuple[str, bytes], str]] = {
     "lines": (of(ROW), "messages"),
