@@ -297,6 +297,7 @@ def test_model_init_makes_the_same_model_for_every_training(tmp_path: Path) -> N
 def test_full_determinism_switches_torchs_algorithms_and_repeats_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """With what `enable_full_determinism` does, which the argument calls."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
     monkeypatch.setattr("torch._inductor.config.deterministic", False)
