@@ -7,7 +7,7 @@ follow from others, then looks for contradictions. Every refusal is a `ConfigErr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -77,7 +77,7 @@ _FLOAT8_RECIPES = ("tensorwise", "rowwise")
 _SET_FOR_FLOAT8 = ("emulate", "pad_inner_dim", "enable_fsdp_float8_all_gather")
 _NO_RECIPE, _RECIPES = "torchao has no such recipe that is served here.", "Give tensorwise or rowwise."
 _CHECKPOINTING = ("gradient_checkpointing", "gradient_checkpointing_kwargs")
-_STACK = 7  # of a warning: the line that makes the arguments
+_STACK = 6  # of a warning: the line that makes the arguments
 _METRIC_SCHEDULES = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
@@ -88,8 +88,17 @@ def validate(args: ArgumentGroups) -> None:
     normalise(args)
     fill(args)
     # Last, because a contradiction may lie in a value that was filled.
-    for check in _CHECKS:
-        check(args)
+    for is_wrong, name, message, remedy in _contradictions(args):
+        if is_wrong:
+            value = getattr(args, name)
+            raise ConfigError(message, field=name, value="none" if value is None else value, remedy=remedy)
+    if args.max_steps > 0 and args.warmup_steps > args.max_steps:
+        warnings.warn(
+            f"warmup_steps = {args.warmup_steps}: The warm-up is longer than training (max_steps = {args.max_steps}), "
+            "so the learning rate never reaches its peak. Lower it, or give a share below 1.",
+            stacklevel=_STACK,
+        )
+    _check_mappings(args)
 
 
 def normalise(args: ArgumentGroups) -> None:
@@ -210,6 +219,7 @@ def _twins(args: ArgumentGroups) -> Iterator[tuple[str, Any]]:
             yield twin, one
 
 
+_NEEDS_EVALUATIONS = ("This needs evaluations during training.", 'Give eval_strategy="steps" or "epoch".')
 #: (whether it is wrong, the argument, what is wrong, the remedy)
 _Finding = tuple[Any, str, str, str]
 
@@ -242,7 +252,10 @@ def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
         what = f"This cannot be on together with {bfloat}: one number format at a time."
         remedy = f"Keep {bfloat} (wider range, no loss scaling) or {half}."
         yield getattr(args, half) and getattr(args, bfloat), half, what, remedy
-    yield from _about_float8(args)
+    yield args.fp8 not in (None, *_FLOAT8_RECIPES), "fp8", _NO_RECIPE, _RECIPES
+    yield args.fp8 and not args.bf16, "fp8", "What is not multiplied in float8 needs bfloat16.", "Give bf16=True too."
+    what = "DeepSpeed keeps the weights in its own number format."
+    yield args.fp8 and args.deepspeed, "fp8", what, "Give fsdp instead of deepspeed."
     what = "A loss spike goes back to a checkpoint, and save_only_model leaves out what training continues from."
     yield args.loss_spike_sigma is not None and args.save_only_model, "loss_spike_sigma", what, "Remove one of the two."
     for name in ("dataloader_prefetch_factor", "dataloader_persistent_workers"):
@@ -250,7 +263,17 @@ def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
         remedy = "Give dataloader_num_workers above 0, or remove it."
         yield args.dataloader_num_workers == 0 and getattr(args, name), name, alone, remedy
     yield from _about_the_best_model(args)
-    yield from _about_sharding(args)
+    both = "This cannot be used together with deepspeed: one strategy shards the model."
+    yield args.fsdp and args.deepspeed, "fsdp", both, "Keep one of them."
+    modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
+    remedy = "Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard."
+    yield args.fsdp and len(modes) != 1, "fsdp", "This needs exactly one way of sharding.", remedy
+    is_blind = args.lr_scheduler_type in _METRIC_SCHEDULES and args.eval_strategy == IntervalStrategy.NO
+    yield is_blind, "lr_scheduler_type", *_NEEDS_EVALUATIONS
+    for name in _CHECKPOINTING:
+        twin = name.replace("gradient", "activation")
+        what = f"This contradicts {twin} = {getattr(args, twin)}: they are two names of one argument."
+        yield getattr(args, name) != getattr(args, twin), name, what, f"Keep {name} and remove {twin}."
 
 
 def _about_the_best_model(args: ArgumentGroups) -> Iterator[_Finding]:
@@ -261,8 +284,8 @@ def _about_the_best_model(args: ArgumentGroups) -> Iterator[_Finding]:
     remedy = 'Give a metric\'s name, such as "loss" or "accuracy".'
     yield is_best and args.metric_for_best_model is None, "metric_for_best_model", what, remedy
     name = "save_strategy" if is_best else "load_best_model_at_end"
-    if is_best or args.load_best_model_at_end:
-        _demand_evaluation(args, name, str(getattr(args, name)))
+    watched = is_best or args.load_best_model_at_end
+    yield watched and args.eval_strategy == IntervalStrategy.NO, name, *_NEEDS_EVALUATIONS
     if is_best or not args.load_best_model_at_end:
         return
     what = f"{needs} a checkpoint per evaluation, but eval_strategy = {args.eval_strategy}."
@@ -280,14 +303,6 @@ def _about_the_best_model(args: ArgumentGroups) -> Iterator[_Finding]:
         f"{needs} save_steps to be a multiple of eval_steps = {evaluation}.",
         f"Give {evaluation}, or a multiple of it.",
     )
-
-
-def _about_sharding(args: ArgumentGroups) -> Iterator[_Finding]:
-    both = "This cannot be used together with deepspeed: one strategy shards the model."
-    yield args.fsdp and args.deepspeed, "fsdp", both, "Keep one of them."
-    modes = [word for word in str(args.fsdp).split() if word not in ("offload", "auto_wrap")]
-    remedy = "Give full_shard, shard_grad_op, hybrid_shard, hybrid_shard_zero2 or no_shard."
-    yield args.fsdp and len(modes) != 1, "fsdp", "This needs exactly one way of sharding.", remedy
 
 
 def _float8_recipe(given: Any) -> Any:
@@ -309,66 +324,23 @@ def _float8_recipe(given: Any) -> Any:
     raise ConfigError(_NO_RECIPE, field="fp8", value=str(config)[:200], remedy=_RECIPES)
 
 
-def _about_float8(args: ArgumentGroups) -> Iterator[_Finding]:
-    yield args.fp8 not in (None, *_FLOAT8_RECIPES), "fp8", _NO_RECIPE, _RECIPES
-    yield args.fp8 and not args.bf16, "fp8", "What is not multiplied in float8 needs bfloat16.", "Give bf16=True too."
-    what = "DeepSpeed keeps the weights in its own number format."
-    yield args.fp8 and args.deepspeed, "fp8", what, "Give fsdp instead of deepspeed."
-
-
-def _check_contradictions(args: ArgumentGroups) -> None:
-    for is_wrong, name, message, remedy in _contradictions(args):
-        if is_wrong:
-            value = getattr(args, name)
-            raise ConfigError(message, field=name, value="none" if value is None else str(value), remedy=remedy)
-
-
 def _check_mappings(args: ArgumentGroups) -> None:
+    """Read what is not in a file, which may exist only where the training runs."""
     for name in FILE_FIELDS:
         value = getattr(args, name)
         if isinstance(value, str) and not value.strip():
             what = "This is neither a mapping nor the name of a file."
             raise ConfigError(what, field=name, value='""', remedy="Remove it.")
-    field, config = "accelerator_config", args.accelerator_config
-    if not isinstance(config, dict):
-        return
-    refuse_unknown(config)
-    if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
-        what = "Its num_steps contradicts gradient_accumulation_steps."
-        remedy = "Remove it; set gradient_accumulation_steps."
-        raise ConfigError(what, field=field, value="gradient_accumulation_kwargs.num_steps", remedy=remedy)
-
-
-def _check_warmup(args: ArgumentGroups) -> None:
-    if args.max_steps > 0 and args.warmup_steps > args.max_steps:
-        warnings.warn(
-            f"warmup_steps = {args.warmup_steps}: The warm-up is longer than training (max_steps = {args.max_steps}), "
-            "so the learning rate never reaches its peak. Lower it, or give a share below 1.",
-            stacklevel=_STACK,
-        )
-
-
-def _check_metric_schedules(args: ArgumentGroups) -> None:
-    if args.lr_scheduler_type in _METRIC_SCHEDULES:
-        _demand_evaluation(args, "lr_scheduler_type", str(args.lr_scheduler_type))
-
-
-def _demand_evaluation(args: ArgumentGroups, field: str, value: Any) -> None:
-    if args.eval_strategy == IntervalStrategy.NO:
-        remedy = 'Give eval_strategy="steps" or "epoch".'
-        raise ConfigError("This needs evaluations during training.", field=field, value=value, remedy=remedy)
-
-
-def _check_checkpointing(args: ArgumentGroups) -> None:
-    for name in _CHECKPOINTING:
-        twin = name.replace("gradient", "activation")
-        if getattr(args, name) != getattr(args, twin):
-            what = f"This contradicts {twin} = {getattr(args, twin)}: they are two names of one argument."
-            raise ConfigError(what, field=name, value=getattr(args, name), remedy=f"Keep {name} and remove {twin}.")
-
-
-def _check_strategies(args: ArgumentGroups) -> None:
-    """Read what is not in a file, which may exist only where the training runs."""
+    config = args.accelerator_config
+    if isinstance(config, dict):
+        refuse_unknown(config)
+        if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
+            what, place = (
+                "Its num_steps contradicts gradient_accumulation_steps.",
+                "gradient_accumulation_kwargs.num_steps",
+            )
+            remedy = "Remove it; set gradient_accumulation_steps."
+            raise ConfigError(what, field="accelerator_config", value=place, remedy=remedy)
     if not isinstance(args.fsdp_config, str):
         read_settings(args)
     check_layout(args)
@@ -376,13 +348,3 @@ def _check_strategies(args: ArgumentGroups) -> None:
         zero = args.deepspeed.get("zero_optimization")
         if not isinstance(zero, dict) or zero.get("stage") != AUTO:  # accelerate's launcher gives an "auto" stage
             deepspeed.plan(args)
-
-
-_CHECKS: tuple[Callable[[ArgumentGroups], None], ...] = (
-    _check_contradictions,
-    _check_warmup,
-    _check_metric_schedules,
-    _check_checkpointing,
-    _check_mappings,
-    _check_strategies,
-)
