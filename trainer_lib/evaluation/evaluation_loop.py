@@ -53,15 +53,6 @@ def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
         yield Micro(batch, real, count_samples_of(loader, batch))
 
 
-def _mark_last(rounds: Iterator[Micro]) -> Iterator[tuple[Micro, bool]]:
-    # One round is read ahead: a stream shows its end only when the next read fails.
-    held = next(rounds, None)
-    while held is not None:
-        following = next(rounds, None)
-        yield held, following is None
-        held = following
-
-
 class EvaluationLoop:
     """One pass over a loader.
 
@@ -101,11 +92,17 @@ class EvaluationLoop:
             return EvalLoopOutput(None, None, {}, 0)
         model = hooks.evaluation_model()
         try:
-            for micro, last in _mark_last(iterate_rounds(loader, self._comm)):
-                if not micro.real:
-                    self._run_dummy_forward(model, loader, micro.batch)
+            # One round is read ahead: a stream shows its end only when the next read fails.
+            end: list[Any] = [None]
+            for micro, following in itertools.pairwise(itertools.chain(iterate_rounds(loader, self._comm), end)):
+                if not micro.real and hooks.steps_together:
+                    # The collectives of the other ranks' steps: forwards of sharded models, gathers of overrides.
+                    dummy = loader.dummy_batch() if isinstance(loader, EvalLoader) else micro.batch
+                    hooks.dummy_prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
                 # No variable holds the outputs: it would keep them alive while the next batch is computed.
-                self._gather(self._predict(model, micro.batch, micro.samples) if micro.real else None, last)
+                self._gather(
+                    self._predict(model, micro.batch, micro.samples) if micro.real else None, last=following is None
+                )
                 hooks.end_prediction_step()
             return self._finish(prefix)
         finally:
@@ -136,13 +133,7 @@ class EvaluationLoop:
             losses = loss.detach().reshape(-1).expand(samples) if loss.numel() == 1 else loss.detach()
         return {"logits": logits, "labels": labels, "inputs": inputs, "losses": losses}
 
-    def _run_dummy_forward(self, model: torch.nn.Module, loader: Any, batch: Any) -> None:
-        """Take part in the collectives of the other ranks' steps: forwards of sharded models, gathers of overrides."""
-        if self._hooks.steps_together:
-            dummy = loader.dummy_batch() if isinstance(loader, EvalLoader) else batch
-            self._hooks.dummy_prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
-
-    def _gather(self, tree: Any, last: bool) -> None:
+    def _gather(self, tree: Any, *, last: bool) -> None:
         """Keep outputs on the device for `eval_accumulation_steps` rounds, then send them to rank 0."""
         if self._loss_only:
             return

@@ -73,44 +73,26 @@ def measure_importance(
     metric = next((name for name, value in _numbers(compute(part)).items() if np.isfinite(value)), None)
     if not names or metric is None:
         return None
-    rows = [row_at(int(place)) for place in places]
-    scores = _Scores(compute, metric, part, [draw.integers(0, len(rows), len(rows)) for _ in range(_DRAWS)])
+    rows, sign = [row_at(int(place)) for place in places], -1.0 if is_less_better(metric) else 1.0
+    draws = [None, *(draw.integers(0, len(rows), len(rows)) for _ in range(_DRAWS))]
+
+    def score(outputs: EvalPrediction, chosen: np.ndarray | None) -> float:
+        some = outputs if chosen is None else nested.take_rows(outputs, chosen)
+        return sign * _numbers(compute(some)).get(metric, np.nan)
+
+    usual = [score(part, chosen) for chosen in draws]
     measured: list[list[Any]] = []
     for name in names[:COLUMNS]:
         orders = np.array([draw.permutation(len(rows)) for _ in range(REPEATS)])
         dealt = _predict(predict(Dealt(rows, name, orders)), orders, part.label_ids, deadline)
         if dealt is None:
             break
-        measured.append([name, *scores.losses(dealt)])
+        value = float(np.mean([usual[0] - score(outputs, None) for outputs in dealt]))
+        lost = [usual[n] - score(dealt[(n - 1) % len(dealt)], draws[n]) for n in range(1, len(draws))]
+        spread = _T * float(np.nanstd(lost))
+        measured.append([name, *(float(f"{number:.6g}") for number in (value, value - spread, value + spread))])
     measured.sort(key=lambda row: -row[1])
     return {"metric": metric, "rows": len(rows), "columns": measured, "left_out": len(names) - len(measured)}
-
-
-class _Scores:
-    """A metric of the usual outputs, of all rows and of draws of them."""
-
-    def __init__(
-        self,
-        compute: Callable[[EvalPrediction], Mapping[str, Any]],
-        metric: str,
-        usual: EvalPrediction,
-        draws: Sequence[np.ndarray],
-    ) -> None:
-        self._compute, self._metric, self._draws = compute, metric, draws
-        self._sign = -1.0 if is_less_better(metric) else 1.0
-        self._usual, self._of_draws = self._score(usual), [self._score(usual, draw) for draw in draws]
-
-    def losses(self, dealt: Sequence[EvalPrediction]) -> list[float]:
-        """The average loss of the metric by other outputs of the rows, and the ends of its interval."""
-        value = float(np.mean([self._usual - self._score(outputs) for outputs in dealt]))
-        draws = enumerate(zip(self._of_draws, self._draws, strict=True))
-        lost = [usual - self._score(dealt[number % len(dealt)], draw) for number, (usual, draw) in draws]
-        spread = _T * float(np.nanstd(lost))
-        return [float(f"{number:.6g}") for number in (value, value - spread, value + spread)]
-
-    def _score(self, outputs: EvalPrediction, rows: np.ndarray | None = None) -> float:
-        part = outputs if rows is None else nested.take_rows(outputs, rows)
-        return self._sign * _numbers(self._compute(part)).get(self._metric, np.nan)
 
 
 def _predict(batches: Iterable[Any], orders: np.ndarray, labels: Any, deadline: float) -> list[EvalPrediction] | None:

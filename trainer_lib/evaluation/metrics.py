@@ -39,27 +39,23 @@ class BatchMetrics:
         """Pass one batch on: trees of CPU tensors ``[batch, …]`` under "logits", "labels", "inputs" and "losses"."""
         if self._failure is not None:
             return
+        metric, logits, labels = self._metric, batch["logits"], batch["labels"]
         try:
-            self._update(batch, last=last)
+            if is_metric_object(metric):
+                # A metric that was moved to the GPU takes no CPU tensors.
+                device = getattr(metric, "device", "cpu")
+                metric.update(*(nested.map_tree(lambda leaf: leaf.to(device), tree) for tree in (logits, labels)))
+                value = compute_and_reset(metric) if last else {}
+                self._result = value if isinstance(value, Mapping) else {type(metric).__name__: value}
+            else:
+                given = EvalPrediction(logits, labels, inputs=batch["inputs"], losses=batch["losses"])
+                result = metric(given, compute_result=last)
+                self._result = result if last else {}
         except Exception as error:
             # Raised here, it would leave the other ranks waiting in the next gather.
             if self._alone:
                 raise
             self._failure = error
-
-    def _update(self, batch: Mapping[str, Any], *, last: bool) -> None:
-        metric = self._metric
-        if not is_metric_object(metric):
-            given = EvalPrediction(batch["logits"], batch["labels"], inputs=batch["inputs"], losses=batch["losses"])
-            result = metric(given, compute_result=last)
-            self._result = result if last else self._result
-            return
-        # A metric that was moved to the GPU takes no CPU tensors.
-        device = getattr(metric, "device", "cpu")
-        metric.update(*(nested.map_tree(lambda leaf: leaf.to(device), batch[name]) for name in ("logits", "labels")))
-        if last:
-            value = compute_and_reset(metric)
-            self._result = value if isinstance(value, Mapping) else {type(metric).__name__: value}
 
     def finish(self) -> Any:
         """Return the metrics of all batches, or raise what the user's code raised."""
@@ -112,7 +108,15 @@ def parse_metrics(metrics: Any) -> dict[str, float]:
         what = "The function did not return a mapping of names to numbers."
         remedy = 'Return for example {"accuracy": 0.9}.'
         raise ConfigError(what, field="compute_metrics", value=type(metrics).__name__, remedy=remedy)
-    return {str(name): _parse_number(str(name), value) for name, value in metrics.items()}
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        numbers[str(name)] = number = to_json_value(value)
+        if not isinstance(number, bool | int | float):
+            what = f"The function did not return a number for {str(name)!r}."
+            remedy = "Return one number per name; files and tables belong in a callback."
+            shown = value if isinstance(value, str) else type(value).__name__
+            raise ConfigError(what, field="compute_metrics", value=shown, remedy=remedy)
+    return numbers
 
 
 def to_json_value(value: Any) -> Any:
@@ -120,15 +124,3 @@ def to_json_value(value: Any) -> Any:
     if not isinstance(value, torch.Tensor | np.generic | np.ndarray):
         return value
     return value.item() if math.prod(value.shape) == 1 else value.tolist()
-
-
-def _parse_number(name: str, value: Any) -> float:
-    number = to_json_value(value)
-    if isinstance(number, bool | int | float):
-        return number
-    raise ConfigError(
-        f"The function did not return a number for {name!r}.",
-        field="compute_metrics",
-        value=value if isinstance(value, str) else type(value).__name__,
-        remedy="Return one number per name; files and tables belong in a callback.",
-    )

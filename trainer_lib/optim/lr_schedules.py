@@ -12,35 +12,28 @@ import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler, ReduceLROnPlateau
 
-from trainer_lib.arguments.enums import SchedulerType
+from trainer_lib.arguments import SchedulerType, TrainingArguments
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 # GreedyLR: raise the learning rate while a metric keeps improving, lower it while it does not (arXiv:2512.14527).
 #
-# The rule is transformers' own class; this one checks the settings, logs instead of printing, and keeps the state in
-# the form that checkpoints have had from the start.
+# The rule is transformers' own class; this one checks the settings, logs instead of printing, and its state is JSON.
 
 
 logger = logging.getLogger(__name__)
 
-#: Name in a checkpoint -> name in the state of transformers' class.
-_STATE = {
-    "num_good": "num_good_epochs",
-    "num_bad": "num_bad_epochs",
-    "cooldown_left": "cooldown_counter",
-    "warmup_left": "warmup_counter",
-    "until_reset": "reset_start",
-    "last_epoch": "last_epoch",
-    "base_lrs": "_init_lrs",
-    "_last_lr": "_last_lr",
-}
 _WINDOW = "_streaming_avg"
+#: The part of the state of transformers' class that changes; the settings come from the arguments.
+_CHANGING = (
+    *("best", "num_good_epochs", "num_bad_epochs", "cooldown_counter", "warmup_counter", "reset_start", "last_epoch"),
+    *("_init_lrs", "_last_lr", _WINDOW),
+)
 
 
 class GreedyLR:
@@ -94,20 +87,14 @@ class GreedyLR:
 
     def state_dict(self) -> dict[str, Any]:
         """Its changing state as JSON; the settings come from the arguments."""
-        state = self._schedule.state_dict()
-        window = state.get(_WINDOW, {"values": [], "sum": 0.0})
-        best = state["best"] if math.isfinite(state["best"]) else None  # JSON has no infinity
-        kept = {name: state[theirs] for name, theirs in _STATE.items()}
-        return {**kept, "best": best, "window": list(window["values"]), "window_sum": window["sum"]}
+        state = {name: value for name, value in self._schedule.state_dict().items() if name in _CHANGING}
+        return {**state, "best": state["best"] if math.isfinite(state["best"]) else None}  # JSON has no infinity
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore `state_dict`, learning rates included."""
-        state: dict[str, Any] = {theirs: state_dict[name] for name, theirs in _STATE.items()}
-        # None stands for the infinity from which the search for the best starts.
-        best = state_dict["best"]
-        state["best"] = float(best) if best is not None else math.inf if self.mode == "min" else -math.inf
-        if self._schedule.smooth:
-            state[_WINDOW] = {"values": list(state_dict["window"]), "sum": state_dict["window_sum"]}
+        state = {name: state_dict[name] for name in self.state_dict()}
+        if state["best"] is None:  # the infinity from which the search for the best starts
+            state["best"] = math.inf if self.mode == "min" else -math.inf
         self._schedule.load_state_dict(state)
 
 
@@ -130,17 +117,6 @@ Factor = Callable[[int], float]
 AnySchedule = LRScheduler | ReduceLROnPlateau | GreedyLR
 
 _SHAPES = ("linear", "cosine", "1-sqrt")
-
-
-class ScheduleArguments(Protocol):
-    """The training arguments that choose a schedule."""
-
-    lr_scheduler_type: SchedulerType | str
-    lr_scheduler_kwargs: dict[str, Any] | None
-    greater_is_better: bool | None
-
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """Return the optimizer steps of the warm-up."""
 
 
 def _after_warmup(warmup: int, factor: Factor) -> Factor:
@@ -387,7 +363,7 @@ def get_scheduler(
     return LambdaLR(optimizer, maker(**fixed, **_checked(maker, settings, kind)))
 
 
-def create_scheduler(args: ScheduleArguments, optimizer: Optimizer, num_training_steps: int) -> AnySchedule:
+def create_scheduler(args: TrainingArguments, optimizer: Optimizer, num_training_steps: int) -> AnySchedule:
     """Make the schedule that the arguments ask for, over `num_training_steps` optimizer steps.
 
     The two metric schedules watch for a larger metric when `greater_is_better`, unless their settings give a mode.

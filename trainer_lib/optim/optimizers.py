@@ -110,10 +110,12 @@ class MuonAdamW(Optimizer):
         plain = {id(parameter) for parameter in for_adamw}
         muon = {"momentum": momentum, "nesterov": nesterov, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
         groups = []
-        for given in _as_groups(params):
+        items = list(params)
+        for given in items if items and isinstance(items[0], dict) else [{"params": items}]:
+            held = list(given["params"])
             both = {"lr": lr, "weight_decay": weight_decay, **given}
-            matrices = [param for param in given["params"] if param.ndim == 2 and id(param) not in plain]
-            rest = [param for param in given["params"] if param.ndim != 2 or id(param) in plain]
+            matrices = [param for param in held if param.ndim == 2 and id(param) not in plain]
+            rest = [param for param in held if param.ndim != 2 or id(param) in plain]
             if matrices:
                 groups.append({**both, **muon, "params": matrices, "algorithm": "muon"})
             if rest:
@@ -148,13 +150,6 @@ class MuonAdamW(Optimizer):
             inner.state = self.state  # `load_state_dict` replaces ours
             inner.step()
         return loss
-
-
-def _as_groups(params: Any) -> list[dict[str, Any]]:
-    items = list(params)
-    if items and isinstance(items[0], dict):
-        return [{**group, "params": list(group["params"])} for group in items]
-    return [{"params": items}]
 
 
 class Lion(Optimizer):
@@ -235,10 +230,18 @@ def create_optimizer_cls_and_kwargs(
         remedy = suggestion(str(args.optim), options)
         raise ConfigError("No optimizer has this name.", field="optim", value=str(args.optim), remedy=remedy) from None
     request = OptimizerRequest(name, args, model, parse_optim_args(args.optim_args))
-    served = _serve(request)
+    cls, kwargs = _serve(request)
     extra = {key: value for key, value in request.settings.items() if key not in request.used}
-    _check_settings(name, served.cls, extra)
-    return served.cls, {**served.kwargs, **extra}
+    parameters = inspect.signature(cls.__init__).parameters
+    options = [parameter for parameter in parameters if parameter not in ("self", "params", "lr", "for_adamw")]
+    # A constructor that takes **kwargs has to refuse unknown settings itself.
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for setting in () if takes_any else extra:
+        if setting not in options:
+            what = f"The optimizer {name} has no such setting."
+            remedy = suggestion(setting, options) if options else "It has none: remove it."
+            raise ConfigError(what, field=f"optim_args.{setting}", value=extra[setting], remedy=remedy)
+    return cls, {**kwargs, **extra}
 
 
 def build_optimizer(
@@ -310,14 +313,14 @@ def _value(text: str) -> Any:
 def _serve(request: OptimizerRequest) -> Served:
     name = request.name
     if name in _TORCH:
-        return Served(getattr(torch.optim, _TORCH[name]), request.lr)
+        return getattr(torch.optim, _TORCH[name]), request.lr
     if name in _TORCH_ADAMS:
         fused = {"fused": True} if name is OptimizerNames.ADAMW_TORCH_FUSED and _has_fused(request) else {}
-        return Served(getattr(torch.optim, _TORCH_ADAMS[name]), {**request.adam, **fused})
+        return getattr(torch.optim, _TORCH_ADAMS[name]), {**request.adam, **fused}
     if name is OptimizerNames.LION_TORCH:
-        return Served(Lion, {**request.lr, **request.betas})
+        return Lion, {**request.lr, **request.betas}
     if name is OptimizerNames.MUON:
-        return Served(MuonAdamW, {**request.adam, "for_adamw": parameters_for_adamw(request.model)})
+        return MuonAdamW, {**request.adam, "for_adamw": parameters_for_adamw(request.model)}
     return adafactor(request) if name is OptimizerNames.ADAFACTOR else PACKAGED[name](request)
 
 
@@ -332,16 +335,3 @@ def _has_fused(request: OptimizerRequest) -> bool:
         return True
     _log.info("torch's fused AdamW does not serve XLA devices: its AdamW that is not fused trains.")
     return False
-
-
-def _check_settings(name: OptimizerNames, cls: Any, settings: Mapping[str, Any]) -> None:
-    parameters = inspect.signature(cls.__init__).parameters
-    # A constructor that takes **kwargs has to refuse unknown settings itself.
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return
-    options = [parameter for parameter in parameters if parameter not in ("self", "params", "lr", "for_adamw")]
-    for setting in settings:
-        if setting not in options:
-            what = f"The optimizer {name} has no such setting."
-            remedy = suggestion(setting, options) if options else "It has none: remove it."
-            raise ConfigError(what, field=f"optim_args.{setting}", value=settings[setting], remedy=remedy)

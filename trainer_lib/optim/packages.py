@@ -24,16 +24,19 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 # Defaults of transformers' Trainer, as all in this module.
-_GALORE = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
-_APOLLO = {**_GALORE, "proj": "random", "scale_type": "channel", "scale": 1.0}
+_PROJECTED = {"rank": 128, "update_proj_gap": 200, "scale": 0.25, "proj_type": "std"}
+_APOLLO = {"proj": "random", "scale_type": "channel", "scale": 1.0}
+#: Name -> module, class, package, further settings of the projection.
+_LOW_RANK: Mapping[OptimizerNames, tuple[str, str, str, Mapping[str, Any]]] = {
+    OptimizerNames.GALORE_ADAMW: ("galore_torch", "GaLoreAdamW", "galore-torch", {}),
+    OptimizerNames.GALORE_ADAMW_8BIT: ("galore_torch", "GaLoreAdamW8bit", "galore-torch", {}),
+    OptimizerNames.GALORE_ADAFACTOR: ("galore_torch", "GaLoreAdafactor", "galore-torch", {}),
+    OptimizerNames.APOLLO_ADAMW: ("apollo_torch", "APOLLOAdamW", "apollo-torch", _APOLLO),
+}
 
 
-@dataclass
-class Served:
-    """An optimizer's class and its keyword arguments."""
-
-    cls: Any
-    kwargs: dict[str, Any]
+#: An optimizer's class and its keyword arguments.
+Served = tuple[Any, dict[str, Any]]
 
 
 @dataclass
@@ -91,19 +94,19 @@ def _bitsandbytes(request: OptimizerRequest) -> Served:
     cls = load(request, "bitsandbytes.optim", class_name, "bitsandbytes")
     kwargs: dict[str, Any] = {**request.lr, "optim_bits": 8 if "8bit" in name else 32}  # bits of the state
     if family == "rmsprop":
-        return Served(cls, kwargs)
+        return cls, kwargs
     kwargs["is_paged"] = "paged" in name
     if family == "lion":
-        return Served(cls, {**kwargs, **request.betas})
+        return cls, {**kwargs, **request.betas}
     if family == "adam":
-        return Served(cls, {**kwargs, **request.adam})
+        return cls, {**kwargs, **request.adam}
     args = request.args
     betas = tuple(
         float(request.take(beta, default))
         for beta, default in (("beta1", args.adam_beta1), ("beta2", args.adam_beta2), ("beta3", 0.9999))
     )
     alpha = float(request.take("alpha", 5.0))
-    return Served(cls, {**kwargs, "betas": betas, "alpha": alpha, "eps": float(request.take("eps", args.adam_epsilon))})
+    return cls, {**kwargs, "betas": betas, "alpha": alpha, "eps": float(request.take("eps", args.adam_epsilon))}
 
 
 def _anyprecision(request: OptimizerRequest) -> Served:
@@ -111,7 +114,7 @@ def _anyprecision(request: OptimizerRequest) -> Served:
     dtypes = {"momentum_dtype": "float32", "variance_dtype": "float32", "compensation_buffer_dtype": "bfloat16"}
     kwargs = {name: _dtype(name, request.take(name, default)) for name, default in dtypes.items()}
     summation = bool(request.take("use_kahan_summation", False))
-    return Served(cls, {**request.adam, **kwargs, "use_kahan_summation": summation})
+    return cls, {**request.adam, **kwargs, "use_kahan_summation": summation}
 
 
 def _dtype(field: str, name: Any) -> torch.dtype:
@@ -128,8 +131,8 @@ def adafactor(request: OptimizerRequest) -> Served:
         cls = load(request, "transformers.optimization", "Adafactor", "transformers")
     except MissingExtraError:
         _log.warning("transformers is not installed: torch's Adafactor trains, which is another algorithm.")
-        return Served(torch.optim.Adafactor, request.lr)
-    return Served(cls, {**request.lr, "scale_parameter": False, "relative_step": False})
+        return torch.optim.Adafactor, request.lr
+    return cls, {**request.lr, "scale_parameter": False, "relative_step": False}
 
 
 def _schedule_free(request: OptimizerRequest) -> Served:
@@ -150,7 +153,7 @@ def _schedule_free(request: OptimizerRequest) -> Served:
             remedy = "Give a number of steps instead of a share."
             raise ConfigError(what, field="warmup_steps", value=args.warmup_steps, remedy=remedy)
         kwargs["warmup_steps"] = int(args.warmup_steps)
-    return Served(cls, kwargs)
+    return cls, kwargs
 
 
 _TORCHAO: Mapping[str, Any] = {"block_size": 256, "bf16_stochastic_round": False}
@@ -190,7 +193,7 @@ def _plain(request: OptimizerRequest) -> Served:
         kwargs["weight_decay"] = request.args.weight_decay
     if module == "lomo_optim":
         kwargs["model"] = _model(request)
-    return Served(cls, kwargs)
+    return cls, kwargs
 
 
 def _check_bfloat16(request: OptimizerRequest) -> None:
@@ -214,24 +217,14 @@ def _round_alike(cls: Any, seed: int) -> Any:
     return type(cls.__name__, (cls,), {"step": step, "__module__": cls.__module__})
 
 
-def _galore(request: OptimizerRequest) -> Served:
-    class_name = {
-        OptimizerNames.GALORE_ADAMW: "GaLoreAdamW",
-        OptimizerNames.GALORE_ADAMW_8BIT: "GaLoreAdamW8bit",
-        OptimizerNames.GALORE_ADAFACTOR: "GaLoreAdafactor",
-    }[request.name]
-    cls = load(request, "galore_torch", class_name, "galore-torch")
-    own = {key: request.take(key, default) for key, default in _GALORE.items()}
-    kwargs = request.lr if request.name is OptimizerNames.GALORE_ADAFACTOR else request.adam
+def _low_rank(request: OptimizerRequest) -> Served:
+    module, class_name, package, further = _LOW_RANK[request.name]
+    cls = load(request, module, class_name, package)
+    own = {key: request.take(key, default) for key, default in {**_PROJECTED, **further}.items()}
+    kwargs = request.adam
     if request.name is OptimizerNames.GALORE_ADAFACTOR:  # the schedule sets the rate, not Adafactor itself
-        kwargs |= {"scale_parameter": False, "relative_step": False}
-    return Served(cls, {**kwargs, "params": _low_rank_groups(request, own)})
-
-
-def _apollo(request: OptimizerRequest) -> Served:
-    cls = load(request, "apollo_torch", "APOLLOAdamW", "apollo-torch")
-    own = {key: request.take(key, default) for key, default in _APOLLO.items()}
-    return Served(cls, {**request.adam, "params": _low_rank_groups(request, own)})
+        kwargs = {**request.lr, "scale_parameter": False, "relative_step": False}
+    return cls, {**kwargs, "params": _low_rank_groups(request, own)}
 
 
 def _model(request: OptimizerRequest) -> nn.Module:
@@ -289,8 +282,5 @@ PACKAGED: Mapping[OptimizerNames, Callable[[OptimizerRequest], Served]] = {
     OptimizerNames.SCHEDULE_FREE_RADAM: _schedule_free,
     OptimizerNames.SCHEDULE_FREE_ADAMW: _schedule_free,
     OptimizerNames.SCHEDULE_FREE_SGD: _schedule_free,
-    OptimizerNames.GALORE_ADAMW: _galore,
-    OptimizerNames.GALORE_ADAMW_8BIT: _galore,
-    OptimizerNames.GALORE_ADAFACTOR: _galore,
-    OptimizerNames.APOLLO_ADAMW: _apollo,
+    **dict.fromkeys(_LOW_RANK, _low_rank),
 }
