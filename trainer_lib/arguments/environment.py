@@ -122,17 +122,14 @@ def _slurm(env: Mapping[str, str]) -> Ranks | None:
     counts = tasks_per_node(per_node)
     node = find_number(env, "SLURM_NODEID") or 0
     local_world = counts[node] if node < len(counts) else local + 1
-    return Ranks(rank, world, local, local_world, _master(env) or _slurm_master(env), "SLURM_PROCID")
-
-
-def _slurm_master(env: Mapping[str, str]) -> tuple[str, int] | None:
+    master = _master(env)
     nodes = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    if not nodes:
-        return None
-    job = find_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0
-    step = find_number(env, "SLURM_STEP_ID", "SLURM_STEPID") or 0
-    # Every task computes the same port on its own; steps of one job that run side by side get different ones.
-    return first_host(nodes), _FIRST_PORT + (job + step) % _PORTS
+    if master is None and nodes:
+        job = find_number(env, "SLURM_JOB_ID", "SLURM_JOBID") or 0
+        step = find_number(env, "SLURM_STEP_ID", "SLURM_STEPID") or 0
+        # Every task computes the same port on its own; steps of one job that run side by side get different ones.
+        master = first_host(nodes), _FIRST_PORT + (job + step) % _PORTS
+    return Ranks(rank, world, local, local_world, master, "SLURM_PROCID")
 
 
 def _open_mpi(env: Mapping[str, str]) -> Ranks | None:

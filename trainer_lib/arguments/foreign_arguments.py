@@ -73,7 +73,12 @@ def adopt_arguments(args: Any) -> TrainingArguments:
     target = _target(type(args), base)
     asked = _asked(args, usual, target)
     own = {name: getattr(args, name) for name in _added_fields(type(args), base)}
-    _refuse_other_meanings(own)
+    declared = declarations(TrainingArguments)
+    for name, field in field_map(TrainingArguments).items():  # what only trainer_lib has an argument for
+        if declared[name].alone and own.get(name, field.default) not in (None, field.default):
+            what = "The class adds this field; trainer_lib has an argument of this name, which may mean something else."
+            remedy = "Rename the field, or derive the class from trainer_lib.TrainingArguments."
+            raise ConfigError(what, field=name, value=own[name], remedy=remedy)
     adopted: TrainingArguments = target(**asked)
     fields = {field.name for field in dataclasses.fields(args)}
     # What was set on the object besides its fields, and not by transformers.
@@ -109,16 +114,6 @@ def _added_fields(cls: Any, base: Any) -> list[str]:
     """The fields that a class adds to those of transformers."""
     known = {field.name for field in dataclasses.fields(base)}
     return [field.name for field in dataclasses.fields(cls) if field.name not in known]
-
-
-def _refuse_other_meanings(own: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a field that a subclass adds under a name that only trainer_lib has an argument for."""
-    declared = declarations(TrainingArguments)
-    for name, field in field_map(TrainingArguments).items():
-        if declared[name].alone and own.get(name, field.default) not in (None, field.default):
-            what = "The class adds this field; trainer_lib has an argument of this name, which may mean something else."
-            remedy = "Rename the field, or derive the class from trainer_lib.TrainingArguments."
-            raise ConfigError(what, field=name, value=own[name], remedy=remedy)
 
 
 def _target(cls: Any, base: Any) -> Any:
@@ -351,31 +346,22 @@ def _default(args: TrainingArguments, name: str) -> Any:
 
 def _merged(setting: LauncherSetting, given: Any, default: Any) -> Any:
     """The one value of a setting that both may give."""
-    if setting.name == "fsdp":
-        return _merged_words(setting, given)
+    if setting.name == "fsdp":  # the modes must agree; offload and auto_wrap add up
+        words, theirs = given.split() if isinstance(given, str) else list(given or []), setting.value.split()
+        if any(word in _WAYS and word not in theirs for word in words):
+            raise _contradiction("fsdp", given, setting.value, setting.source)
+        return " ".join(dict.fromkeys([*theirs, *words]))
     if given is None or given == default or given == setting.value:
         return setting.value
     if setting.name in ("fsdp_config", "deepspeed"):
         if isinstance(given, str) and isinstance(setting.value, str):
             raise _contradiction(setting.name, given, setting.value, setting.source)
-        ours, theirs = (_mapping(value, setting.name) for value in (given, setting.value))
-        return _merged_mappings(ours, theirs, setting.name, setting.source)
+        both = (
+            io.read_mapping(Path(value), field=setting.name) if isinstance(value, str) else value
+            for value in (given, setting.value)
+        )
+        return _merged_mappings(*both, setting.name, setting.source)
     raise _contradiction(setting.name, given, setting.value, setting.source)
-
-
-def _mapping(value: Any, name: str) -> Mapping[str, Any]:
-    found: Mapping[str, Any] = io.read_mapping(Path(value), field=name) if isinstance(value, str) else value
-    return found
-
-
-def _merged_words(setting: LauncherSetting, given: Any) -> str:
-    ours = given.split() if isinstance(given, str) else list(given or [])
-    theirs = setting.value.split()
-    # The modes must agree; offload and auto_wrap add up.
-    for word in ours:
-        if word in _WAYS and word not in theirs:
-            raise _contradiction("fsdp", given, setting.value, setting.source)
-    return " ".join(dict.fromkeys([*theirs, *ours]))
 
 
 def _merged_mappings(ours: Mapping[str, Any], theirs: Mapping[str, Any], name: str, source: str) -> dict[str, Any]:

@@ -61,16 +61,12 @@ class ArgumentParser(argparse.ArgumentParser):
                     what = f"This is a field of both {owners[field.name]} and {cls.__name__}."
                     raise ConfigError(what, field=field.name, remedy="Rename one of them.")
                 owners[field.name] = cls.__name__
-            self._add_fields(cls)
-
-    def _add_fields(self, cls: type) -> None:
-        group = self.add_argument_group(cls.__name__, (cls.__doc__ or "").strip().split("\n")[0] or None)
-        hints, declared = field_hints(cls), declarations(cls)
-        for field in _init_fields(cls):
-            _add_field(group, field, hints.get(field.name, Any), declared[field.name])
-        if not issubclass(cls, TrainingArguments):
-            return
-        add_old_names(group, cls, "store")
+            group = self.add_argument_group(cls.__name__, (cls.__doc__ or "").strip().split("\n")[0] or None)
+            hints, declared = field_hints(cls), declarations(cls)
+            for field in _init_fields(cls):
+                _add_field(group, field, hints.get(field.name, Any), declared[field.name])
+            if issubclass(cls, TrainingArguments):
+                add_old_names(group, cls, "store")
 
     def parse_args_into_dataclasses(
         self,
@@ -140,7 +136,9 @@ class ArgumentParser(argparse.ArgumentParser):
                 # Old names are not fields: the class translates them when it is called.
                 names |= {name for name in compat.OLD_NAMES if name in values}
             given = {name: values.pop(name) for name in names if name in values}
-            outputs.append(cls(**{**_unset_flags(cls), **given}))
+            hints = field_hints(cls)
+            unset = [field.name for field in _init_fields(cls) if _default(field) is dataclasses.MISSING]
+            outputs.append(cls(**{name: False for name in unset if hints.get(name) is bool} | given))
         if values:
             outputs.append(argparse.Namespace(**values))
         return outputs
@@ -165,7 +163,11 @@ class ArgumentParser(argparse.ArgumentParser):
             for name, value in given.items():
                 if name in fields:
                     given[name] = _checked(name, hints.get(name, Any), declared[name], value)
-            _demand_all(cls, given)
+            for name, field in fields.items():
+                if _default(field) is dataclasses.MISSING and name not in given:
+                    raise ConfigError(
+                        f"{cls.__name__} needs this argument.", field=name, value="none", remedy="Give it."
+                    )
             outputs.append(cls(**given))
         if unused and not allow_extra_keys:
             names = [field.name for cls in self.dataclass_types for field in _init_fields(cls)]
@@ -295,19 +297,6 @@ def _checked(name: str, hint: Any, declared: Declaration, value: Any) -> Any:
     out = coerce(value, hint, field=name)
     check_bounds(name, out, declared)
     return out
-
-
-def _demand_all(cls: type, given: Mapping[str, Any]) -> None:
-    for field in _init_fields(cls):
-        if _default(field) is dataclasses.MISSING and field.name not in given:
-            raise ConfigError(f"{cls.__name__} needs this argument.", field=field.name, value="none", remedy="Give it.")
-
-
-def _unset_flags(cls: type) -> dict[str, Any]:
-    """Flags without a default that are not given."""
-    hints = field_hints(cls)
-    fields = (field for field in _init_fields(cls) if _default(field) is dataclasses.MISSING)
-    return {field.name: False for field in fields if hints.get(field.name) is bool}
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -277,12 +277,6 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
         raise ConfigError("No argument has this name.", field=name, remedy=remedy)
 
 
-def _joined(present: Any, changed: Any) -> Any:
-    if isinstance(present, dict) and isinstance(changed, dict):
-        return type(present)({**present, **changed})
-    return changed
-
-
 @dataclass
 class TrainingArguments(ArgumentSetters, metaclass=_Translating):
     """The arguments of a training run; the file of each group documents its fields.
@@ -313,7 +307,9 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
         # A subclass may declare a field that has an old name: then the field is meant.
         if name in compat.OLD_NAMES and name not in type(self).__dataclass_fields__:
             for new, changed in compat.changes_for(name, value, stacklevel=3).items():
-                object.__setattr__(self, new, _joined(self.__dict__.get(new), changed))
+                present = self.__dict__.get(new)
+                is_joined = isinstance(present, dict) and isinstance(changed, dict)
+                object.__setattr__(self, new, type(present)({**present, **changed}) if is_joined else changed)
             return
         object.__setattr__(self, name, value)
 

@@ -131,13 +131,6 @@ class TrainerCallback:
         """The model is about to be pushed to a hub."""
 
 
-def _is_one(callback: TrainerCallback, cls: type[Any]) -> bool:
-    """Whether a callback is of a class, or ours of the name that transformers has for it."""
-    if cls.__module__.partition(".")[0] != "transformers":
-        return isinstance(callback, cls)
-    return isinstance(callback, cls) or any(base.__name__ == cls.__name__ for base in type(callback).__mro__)
-
-
 class CallbackHandler(TrainerCallback):
     """Calls every event of a list of callbacks in order.
 
@@ -184,8 +177,11 @@ class CallbackHandler(TrainerCallback):
 
     def pop_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> TrainerCallback | None:
         """Remove and return a callback, or the first one of a class; None when there is none."""
+        cls: Any = callback if isinstance(callback, type) else None
+        named = cls is not None and cls.__module__.partition(".")[0] == "transformers"  # ours of that name is meant
         for present in self.callbacks:
-            if _is_one(present, callback) if isinstance(callback, type) else present == callback:
+            same_name = named and any(base.__name__ == cls.__name__ for base in type(present).__mro__)
+            if same_name or (present == callback if cls is None else isinstance(present, cls)):
                 self.callbacks.remove(present)
                 return present
         return None

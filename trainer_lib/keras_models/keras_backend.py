@@ -223,7 +223,21 @@ def polynomial_decay(args: TrainingArguments, steps: int) -> Any:
     keras, warmup = import_keras(), args.get_warmup_steps(steps)
     power, decaying = getattr(args, "poly_power", 1.0), max(1, steps - warmup)
     schedule = keras.optimizers.schedules.PolynomialDecay(args.learning_rate, decaying, 0.0, power)
-    return _warm_up(keras, args.learning_rate, schedule, warmup) if warmup else schedule
+    if not warmup:
+        return schedule
+    rate = args.learning_rate
+
+    class WarmUp(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+        def __call__(self, step: Any) -> Any:
+            number = keras.ops.cast(step, "float32")
+            share = number / warmup
+            return keras.ops.where(share < 1.0, rate * share, schedule(number - warmup))
+
+        def get_config(self) -> dict[str, Any]:
+            decay = keras.saving.serialize_keras_object(schedule)
+            return {"initial_learning_rate": rate, "decay_schedule_fn": decay, "warmup_steps": warmup}
+
+    return WarmUp()
 
 
 def default_optimizer(args: TrainingArguments, rate: Any, variables: Any, whole: set[int]) -> Any:
@@ -235,22 +249,6 @@ def default_optimizer(args: TrainingArguments, rate: Any, variables: Any, whole:
     optimizer = optimizers.AdamW(rate, weight_decay=args.weight_decay, **adam)
     optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if id(variable.value) in whole])
     return optimizer
-
-
-def _warm_up(keras: Any, rate: float, decay: Any, steps: int) -> Any:
-    """A schedule that rises from 0 to `rate` over so many steps, and then follows `decay`."""
-
-    class WarmUp(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
-        def __call__(self, step: Any) -> Any:
-            number = keras.ops.cast(step, "float32")
-            share = number / steps
-            return keras.ops.where(share < 1.0, rate * share, decay(number - steps))
-
-        def get_config(self) -> dict[str, Any]:
-            decays = keras.saving.serialize_keras_object(decay)
-            return {"initial_learning_rate": rate, "decay_schedule_fn": decays, "warmup_steps": steps}
-
-    return WarmUp()
 
 
 def as_writer(writer: Any) -> Any:

@@ -438,29 +438,20 @@ class TFTrainer(Trainer):
 
     @override
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is None:
-            self._trainflow_make_optimizer()
-        return super().create_optimizer(model)
-
-    @override
-    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
-        self._trainflow_wrap_optimizer()
-        return super().create_scheduler(num_training_steps, self.optimizer)
-
-    def _trainflow_make_optimizer(self) -> None:
-        """Make Keras' Adam, unless the arguments ask for another optimizer or schedule."""
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
         args, schedule = self.args, self.lr_scheduler
         is_adam = str(args.optim) == args.default_optim and args.optim_args is None
         is_adam = is_adam and self.optimizer_cls_and_kwargs is None
         is_linear = args.lr_scheduler_type == "linear" and not args.lr_scheduler_kwargs
         if is_adam and (is_linear or schedule is not None):
-            model: Any = self.model
+            keras_model: Any = self.model
             rate = float(args.learning_rate)  # a schedule that was given takes its place
             if schedule is None:
                 rate = keras_backend.polynomial_decay(args, self._trainflow_steps)
-            names = set(self.get_decay_parameter_names(model))
-            whole = {id(tensor) for name, tensor in model.named_parameters() if name not in names}
-            self.optimizer = keras_backend.default_optimizer(args, rate, model.trainable_variables, whole)
+            names = set(self.get_decay_parameter_names(keras_model))
+            whole = {id(tensor) for name, tensor in keras_model.named_parameters() if name not in names}
+            self.optimizer = keras_backend.default_optimizer(args, rate, keras_model.trainable_variables, whole)
             self._trainflow_wrap_optimizer()
         elif schedule is not None:
             message = "A Keras schedule was given, and the arguments ask for a torch optimizer, which cannot follow it."
@@ -470,6 +461,12 @@ class TFTrainer(Trainer):
             message = "Only the schedule of TFTrainer's own Adam has this power, and the arguments ask for another."
             remedy = 'Give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.'
             raise refusal("poly_power", message, remedy, power)
+        return super().create_optimizer(model)
+
+    @override
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        self._trainflow_wrap_optimizer()
+        return super().create_scheduler(num_training_steps, self.optimizer)
 
     def _trainflow_wrap_optimizer(self) -> None:
         """Put a Keras optimizer and schedule, which the user's code may have set, under the names of torch's."""

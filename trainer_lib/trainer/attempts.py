@@ -149,15 +149,8 @@ class Attempts:
         run.source.close()  # before the next attempt makes a source of the same loader
         if isinstance(run.source, ForeignLoader):
             run.source.rewind()
-        self._release_attempt()
-        if backup is None:
-            internals.events.use_control(TrainerControl())
-        else:
-            backup.restore(self._trainer, internals)
-
-    def _release_attempt(self) -> None:
-        """Free what an attempt holds, before the next one needs the memory."""
-        trainer, internals = self._trainer, self._internals
+        # What the attempt holds is freed before the next one needs the memory.
+        trainer = self._trainer
         internals.loop.drop_run()
         internals.engine.use_wrapped(trainer.model)  # a wrapper holds buckets of gradients
         trainer.model.zero_grad(set_to_none=True)
@@ -167,6 +160,10 @@ class Attempts:
         internals.counters.reset_flos()
         gc.collect()  # reference cycles hold tensors, and only free memory can be returned to the device
         empty_device_cache(internals.world.device)
+        if backup is None:
+            internals.events.use_control(TrainerControl())
+        else:
+            backup.restore(trainer, internals)
 
     # -- memory -------------------------------------------------------------------------------------------------------
 

@@ -225,16 +225,14 @@ class TrainingLoop:
         takes_all = run.weights.has_targets or engine.strategy.name == "deepspeed"  # it skips NaN by itself
         if takes_all or not comm.any(not math.isfinite(loss.item())):
             return engine.step(model, run)
-        run.history.example = run.history.example or self._describe(samples[0])
+        trainer = self._trainer
+        decode = getattr(trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None), "decode", None)
+        decode = decode if callable(decode) else None
+        run.history.example = run.history.example or describe_row(samples[0], trainer.label_names, decode)
         engine.skip_step(run)
         engine.ready_optimizer().zero_grad()
         model.zero_grad()
         return torch.full_like(loss, math.nan)
-
-    def _describe(self, batch: Any) -> str:
-        trainer = self._trainer
-        decode = getattr(trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None), "decode", None)
-        return describe_row(batch, trainer.label_names, decode if callable(decode) else None)
 
     def _forward_backward(self, model: nn.Module, samples: list[Any], run: TrainingRun) -> torch.Tensor:
         """All micro-steps of a step: gradients are complete afterwards. The step's loss on this rank, 0-dim."""
@@ -293,24 +291,20 @@ class TrainingLoop:
         """Log, evaluate and save, if the callbacks ask for it."""
         trainer = self._trainer
         self._internals.checkpoints.observe()  # may fire `on_save`, which replaces `control`
-        control = trainer.control
+        control, signatures = trainer.control, self._internals.signatures
         asked = control.should_log or control.should_evaluate or control.should_save
-        if asked or "_maybe_log_save_evaluate" in self._internals.signatures.overridden:  # an override counts on it
+        is_overridden = "_maybe_log_save_evaluate" in signatures.overridden
+        if asked or is_overridden:  # an override counts on it
             given = (norm, trainer.model_wrapped, run.trial, trainer.state.epoch, run.ignore_keys, run.started)
-            if "_maybe_log_save_evaluate" in self._internals.signatures.overridden:
-                self._report_by_override(run, given, asked=asked)
-            else:
+            if not is_overridden:
                 trainer._maybe_log_save_evaluate(loss, *given, learning_rate=run.rate)
-
-    def _report_by_override(self, run: TrainingRun, given: tuple[Any, ...], *, asked: bool) -> None:
-        """Call an override of any age, with the loss as the reference gives it: the sum since the last log."""
-        trainer, signatures, history = self._trainer, self._internals.signatures, run.history
-        if asked:  # else the host need not wait
-            history.collect(trainer.state.global_step)
-        total, count = history.sum_since_log().to(self._internals.world.device), signatures.report_takes - 1
-        given = given[1:5] if count == 4 else given[:count]
-        rate = {"learning_rate": run.rate} if signatures.report_takes_rate else {}
-        trainer._maybe_log_save_evaluate(total, *given, **rate)
+                return
+            # An override of any age gets the loss as the reference gives it: the sum since the last log.
+            if asked:  # else the host need not wait
+                run.history.collect(trainer.state.global_step)
+            total, count = run.history.sum_since_log().to(self._internals.world.device), signatures.report_takes - 1
+            rate = {"learning_rate": run.rate} if signatures.report_takes_rate else {}
+            trainer._maybe_log_save_evaluate(total, *(given[1:5] if count == 4 else given[:count]), **rate)
 
     def log_evaluate_save(
         self, model: nn.Module, trial: Any, ignore_keys: list[str] | None, start_time: float | None, learning_rate: Any

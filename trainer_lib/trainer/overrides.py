@@ -52,10 +52,6 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
     return first.default is first.empty or first.name == "trial"
 
 
-def _is_ours(trainer: Trainer, name: str) -> bool:
-    return str(getattr(_function(trainer, name), "__module__", "")).startswith("trainer_lib.")
-
-
 class Signatures:
     """The arguments that the methods of one Trainer take, read before every run and not at every step.
 
@@ -68,7 +64,8 @@ class Signatures:
         func = trainer.compute_loss_func
         func = getattr(func, "forward", func)  # a module's `__call__` takes anything
         self.overridden = frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own)
-        self.prediction_is_default = all(_is_ours(trainer, name) for name in ("compute_loss", "prediction_step"))
+        modules = (getattr(_function(trainer, name), "__module__", "") for name in ("compute_loss", "prediction_step"))
+        self.prediction_is_default = all(str(module).startswith("trainer_lib.") for module in modules)
         self.compute_loss_takes_items = takes(trainer.compute_loss, "num_items_in_batch")
         self.compute_loss_takes_outputs = takes(trainer.compute_loss, "return_outputs")
         self.training_step_takes_items = takes_positionals(trainer.training_step, 3)

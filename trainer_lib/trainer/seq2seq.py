@@ -176,14 +176,11 @@ class Generation:
     def complete_settings(self, gen_kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """The settings of a call, completed by those of the arguments; None counts as not given."""
         given = {name: value for name, value in gen_kwargs.items() if value is not None}
-        if (
-            "max_length" not in given
-            and "max_new_tokens" not in given
-            and self._trainer.args.generation_max_length is not None
-        ):
-            given["max_length"] = self._trainer.args.generation_max_length
-        if "num_beams" not in given and self._trainer.args.generation_num_beams is not None:
-            given["num_beams"] = self._trainer.args.generation_num_beams
+        longest, beams = self._trainer.args.generation_max_length, self._trainer.args.generation_num_beams
+        if longest is not None and "max_new_tokens" not in given:
+            given.setdefault("max_length", longest)
+        if beams is not None:
+            given.setdefault("num_beams", beams)
         if self._trainer._trainflow.engine.strategy.forward_communicates:
             given["synced_gpus"] = True  # a process whose sequences have ended computes on until all have
         return given
@@ -248,21 +245,18 @@ class Generation:
             return longest
         if new is None and getattr(self._trainer.model, "generation_config", None) is None:
             return 0
-        return self._prompt_length(given) + (_DEFAULT_NEW_TOKENS if new is None else new)
+        # Before the generated tokens: the decoder's prompt or start token, or the whole input.
+        is_decoder = getattr(getattr(self._trainer.model, "config", None), "is_encoder_decoder", False)
+        name = "decoder_input_ids" if is_decoder else getattr(self._trainer.model, "main_input_name", "input_ids")
+        prompt = given.get(name)
+        before = prompt.shape[-1] if isinstance(prompt, torch.Tensor) else 1
+        return before + (_DEFAULT_NEW_TOKENS if new is None else new)
 
     def _configured(self, name: str, settings: Mapping[str, Any]) -> int | None:
         """A number of tokens that the call sets, else the generation configuration."""
         config = settings.get("generation_config") or getattr(self._trainer.model, "generation_config", None)
         value = settings[name] if name in settings else getattr(config, name, None)
         return value if isinstance(value, int) else None
-
-    def _prompt_length(self, given: Mapping[str, Any]) -> int:
-        """Number of tokens before the generated ones: the decoder's prompt or start token, or the whole input."""
-        if getattr(getattr(self._trainer.model, "config", None), "is_encoder_decoder", False):
-            prompt = given.get("decoder_input_ids")
-        else:
-            prompt = given.get(getattr(self._trainer.model, "main_input_name", "input_ids"))
-        return prompt.shape[-1] if isinstance(prompt, torch.Tensor) else 1
 
     def find_pad_token(self) -> int:
         """The token that fills short sequences. Raises ConfigError when none is configured."""

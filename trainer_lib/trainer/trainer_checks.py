@@ -114,7 +114,8 @@ def check_trainer(trainer: Trainer, data_parallel_size: int) -> None:
     args = trainer.args
     _check_training_data(args, trainer.train_dataset, sorts=sorts_by_length(args))
     # A subclass with its own `evaluate` may need no dataset.
-    if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not _own(trainer, "evaluate"):
+    own = "evaluate" in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
+    if args.eval_strategy != IntervalStrategy.NO and trainer.eval_dataset is None and not own:
         what = f"eval_strategy = {args.eval_strategy} needs data to evaluate on."
         raise ConfigError(what, field="eval_dataset", remedy='Give eval_dataset, or eval_strategy="no".')
     if trainer.optimizer_cls_and_kwargs is not None and trainer.optimizer is not None:
@@ -149,10 +150,6 @@ def _check_effects(trainer: Trainer, data_parallel_size: int) -> None:
             "warmup_steps = %s has no effect: the schedule %s has no warm-up. Give constant_with_warmup.",
             *(args.warmup_steps, args.lr_scheduler_type),
         )
-
-
-def _own(trainer: Trainer, method: str) -> bool:
-    return method in vars(type(trainer)) and not type(trainer).__module__.startswith("trainer_lib.")
 
 
 def without_length(args: TrainingArguments) -> ConfigError:

@@ -124,6 +124,13 @@ SCHEDULES: Mapping[str, str | None] = {
     "OneCycle": None,
     "LRRangeTest": None,
 }
+#: Argument that is not supported together with DeepSpeed, why, and what to remove.
+_UNSERVED = (
+    ("auto_find_batch_size", "gradients are sharded while they are computed, so no step can be undone.", "it"),
+    ("torch_compile", "DeepSpeed's hooks and a compiled graph exclude each other.", "it, its backend and its mode"),
+    ("fp16_full_eval", "the engine keeps the weights in its own number format.", "it"),
+    ("bf16_full_eval", "the engine keeps the weights in its own number format.", "it"),
+)
 #: Values of the argument `optim` that ZeRO may shard.
 ELEMENTWISE = (*sorted({*OPTIMIZERS.values()}), "adamw_torch", "adam")
 
@@ -178,7 +185,10 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
     """
     config = read(args.deepspeed)
     check_keys("", config, (*MAPPED, *PASSED), REFUSED)
-    _check_beside(args)
+    for name, why, remedy in _UNSERVED:
+        if getattr(args, name):
+            what = f"This is not supported together with deepspeed: {why}"
+            raise ConfigError(what, field=name, value=True, remedy=f"Remove {remedy}.")
     resolved: dict[str, Any] = {}
     _batches(args, config, data_parallel_size)
     zero = _zero(part_of(config, "zero_optimization"))
@@ -188,7 +198,10 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
     schedule = _schedule(args, part_of(config, "scheduler"), resolved)
     sections.update({name: config[name] for name in PASSED if name in config})
     if zero["stage"]:
-        _check_optimizer_name(args, resolved)
+        name = str(resolved.get("optim", args.optim))
+        if name not in ELEMENTWISE:
+            what = "ZeRO cannot shard this optimizer, because it does not update each element by itself."
+            raise ConfigError(what, field="optim", value=name, remedy=f"Choose one of: {', '.join(ELEMENTWISE)}.")
     return ZeroPlan(
         stage=zero["stage"],
         precision=precision,
@@ -205,9 +218,6 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
     )
 
 
-# -- reading -----------------------------------------------------------------------------------------------------------
-
-
 def read(given: Any) -> dict[str, Any]:
     """Return a configuration: a copy of a mapping, or the content of a file. Raises ConfigError when it has none."""
     if isinstance(given, Mapping):
@@ -216,19 +226,6 @@ def read(given: Any) -> dict[str, Any]:
 
 
 # -- with the arguments ------------------------------------------------------------------------------------------------
-
-
-def _check_beside(args: ArgumentGroups) -> None:
-    """Refuse arguments that are not supported together with DeepSpeed."""
-    for name, why, remedy in (
-        ("auto_find_batch_size", "gradients are sharded while they are computed, so no step can be undone.", "it"),
-        ("torch_compile", "DeepSpeed's hooks and a compiled graph exclude each other.", "it, its backend and its mode"),
-        ("fp16_full_eval", "the engine keeps the weights in its own number format.", "it"),
-        ("bf16_full_eval", "the engine keeps the weights in its own number format.", "it"),
-    ):
-        if getattr(args, name):
-            what = f"This is not supported together with deepspeed: {why}"
-            raise ConfigError(what, field=name, value=True, remedy=f"Remove {remedy}.")
 
 
 def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size: int | None) -> None:
@@ -412,13 +409,6 @@ def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str
     if args.optim_args and args.optim_args != text:
         raise contradiction("optimizer.params", text, "optim_args", args.optim_args)
     resolved["optim_args"] = text
-
-
-def _check_optimizer_name(args: ArgumentGroups, resolved: Mapping[str, Any]) -> None:
-    name = str(resolved.get("optim", args.optim))
-    if name not in ELEMENTWISE:
-        what = "ZeRO cannot shard this optimizer, because it does not update each element by itself."
-        raise ConfigError(what, field="optim", value=name, remedy=f"Choose one of: {', '.join(ELEMENTWISE)}.")
 
 
 def _schedule(

@@ -215,18 +215,13 @@ def _read(field: str, given: Mapping[str, Any]) -> Layout:
         if name in _UNSERVED and values[name] > 1:
             message, remedy = _UNSERVED[name]
             raise ConfigError(message, field=path, value=value, remedy=remedy)
-    if "ep_size" in given and values.get("shard", 1) > 1:
-        _overlay_experts(values, field)
+    if "ep_size" in given and values.get("shard", 1) > 1:  # as in transformers: over a part of the `fsdp_size` ones
+        shard, experts = values["shard"], values["expert"]
+        if shard % experts:
+            what = f"The {shard} processes of fsdp_size cannot be grouped by {experts}."
+            raise ConfigError(what, field=f"{field}.ep_size", value=experts, remedy="Give a divisor.")
+        values["shard"] = shard // experts
     return Layout(**{name: value for name, value in values.items() if name not in _UNSERVED}, field=field)
-
-
-def _overlay_experts(values: dict[str, Any], field: str) -> None:
-    """Read `ep_size` as transformers does: the experts are divided over a part of the processes of `fsdp_size`."""
-    shard, experts = values["shard"], values["expert"]
-    if shard % experts:
-        what = f"The {shard} processes of fsdp_size cannot be grouped by {experts}."
-        raise ConfigError(what, field=f"{field}.ep_size", value=experts, remedy="Give a divisor.")
-    values["shard"] = shard // experts
 
 
 def _read_size(field: str, value: Any) -> int:

@@ -7,19 +7,14 @@ first dimension, and a difference that cannot be gathered is the same error on e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import recursively_apply
 
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
-
-_MOST_DIMENSIONS = 8
-_DTYPES = tuple(sorted({dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}, key=str))
-_ROW = 3 + _MOST_DIMENSIONS  # of the table of shapes: whether there are rows, dtype, number of dimensions, dimensions
 
 
 def leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
@@ -61,33 +56,25 @@ class Exchange:
         method. Raises ConfigError when other dimensions or dtypes differ between ranks.
         """
         leaves = leaves_of(tree, field=field)
-        table = self._shapes(leaves, contributes=contributes)
-        gathered = iter([self._gather_one(leaf, table[:, place], field) for place, leaf in enumerate(leaves)])
+        own = [[contributes, str(leaf.dtype), list(leaf.shape)] for leaf in leaves]
+        ranks = self._comm.broadcast_json(self._comm.gather_json(own))
+        gathered = iter([self._gather_one(*one, field) for one in zip(leaves, zip(*ranks, strict=True), strict=True)])
         return replace_leaves(tree, lambda _: next(gathered), field=field)
 
-    def _shapes(self, leaves: list[torch.Tensor], *, contributes: bool) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """The table of every rank's shapes, ``[ranks, leaves, _ROW]``."""
-        table = np.zeros((self._comm.world_size, len(leaves), _ROW), dtype=np.int64)
-        for row, leaf in zip(table[self._comm.rank], leaves, strict=True):
-            if leaf.ndim > _MOST_DIMENSIONS:
-                what = f"A tensor of more than {_MOST_DIMENSIONS} dimensions cannot be exchanged."
-                raise ConfigError(what, field="tensor", value=tuple(leaf.shape), remedy="Reshape it before.")
-            row[:3] = contributes, _DTYPES.index(leaf.dtype), leaf.ndim
-            row[3 : 3 + leaf.ndim] = leaf.shape
-        # A sum of one rank's own rows and of zeros.
-        return np.array(self._comm.sum_ints(table.ravel().tolist()), dtype=np.int64).reshape(table.shape)
+    def _gather_one(self, leaf: torch.Tensor, ranks: Sequence[tuple[bool, str, list[int]]], field: str) -> torch.Tensor:
+        """The tensors of the ranks that contribute, joined ``[rows of all ranks, ...]``.
 
-    def _gather_one(self, leaf: torch.Tensor, rows: Any, field: str) -> torch.Tensor:
-        """The tensors of the ranks that contribute, joined ``[rows of all ranks, ...]``."""
-        present = [row for row in rows if row[0]] or [rows[self._comm.rank]]
-        shapes = [tuple(int(size) for size in row[3 : 3 + row[2]]) for row in present]
-        if len({(int(row[1]), shape[1:], len(shape)) for row, shape in zip(present, shapes, strict=True)}) > 1:
-            what = f"The tensors differ between the processes: {', '.join(map(str, shapes))}."
+        `ranks`: whether each contributes, and its dtype and shape.
+        """
+        present = [rank for rank in ranks if rank[0]] or [ranks[self._comm.rank]]
+        if len({(dtype, tuple(shape[1:]), len(shape)) for _, dtype, shape in present}) > 1:
+            what = f"The tensors differ between the processes: {', '.join(str(tuple(shape)) for *_, shape in present)}."
             remedy = "Call pad_across_processes on the dimensions that differ before."
             raise ConfigError(what, field=field, value=tuple(leaf.shape), remedy=remedy)
-        dtype, trailing = _DTYPES[int(present[0][1])], shapes[0][1:]
+        dtype: torch.dtype = getattr(torch, present[0][1].removeprefix("torch."))
+        trailing = present[0][2][1:]
         per_row = math.prod(trailing) * dtype.itemsize
-        counts = [int(row[3] if row[2] else 1) if row[0] else 0 for row in rows]
+        counts = [(shape[0] if shape else 1) if contributes else 0 for contributes, _, shape in ranks]
         # As bytes: gloo does not know every dtype.
         sent = torch.zeros(max(counts) * per_row, dtype=torch.uint8, device=leaf.device)
         if counts[self._comm.rank]:

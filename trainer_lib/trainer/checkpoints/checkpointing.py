@@ -29,7 +29,6 @@ from trainer_lib.checkpoint.catalogue import (
 )
 from trainer_lib.checkpoint.layout import checkpoint_name, parse_step
 from trainer_lib.checkpoint.reader import Checkpoint
-from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import BackgroundSaver, WriteFiles, save_checkpoint
 from trainer_lib.errors import ConfigError, LeaseLostError, OutOfMemoryError, StorageError
 from trainer_lib.locks.removal import is_kept, withdraw_if_unread
@@ -105,21 +104,9 @@ def claim_output_dir(
     Returns what stays in it. `recorded` names the earlier run's checkpoints, as the checkpoint that this run continues
     has them; None for a new run. `is_own`: whether this process committed the checkpoint at a URL.
     """
-    foreign = _check_foreign(root, args, plan)
-    if recorded is None:
-        earlier = _check_earlier_run(root, args, plan, is_own)
-    else:
-        earlier = [info for info in list_checkpoints(root) if info.name in recorded]
-    delete_leftovers(root)
-    return Occupied(tuple(info.name for info in earlier), max((info.step for info in earlier), default=0), foreign)
-
-
-def _check_foreign(root: Store, args: TrainingArguments, plan: SavePlan) -> tuple[int, ...]:
-    """The steps of another program's checkpoints, which a new checkpoint of the step would replace."""
     foreign = list_foreign(root)
-    steps = tuple(step for name in foreign if (step := parse_step(name)) is not None)
-    if args.overwrite_output_dir or not steps:
-        return ()
+    found = (parse_step(name) for name in foreign)
+    steps = () if args.overwrite_output_dir else tuple(step for step in found if step is not None)
     if any(plan.includes(step) for step in steps):
         raise ConfigError(
             f"The folder holds checkpoints that another program wrote ({foreign[0]}), and this run would replace some.",
@@ -127,8 +114,14 @@ def _check_foreign(root: Store, args: TrainingArguments, plan: SavePlan) -> tupl
             value=root.url,
             remedy=f"Choose another. {IMPORT}",
         )
-    _log.warning("%s holds checkpoints that another program wrote (%s); they stay.", root.url, foreign[0])
-    return steps
+    if steps:
+        _log.warning("%s holds checkpoints that another program wrote (%s); they stay.", root.url, foreign[0])
+    if recorded is None:
+        earlier = _check_earlier_run(root, args, plan, is_own)
+    else:
+        earlier = [info for info in list_checkpoints(root) if info.name in recorded]
+    delete_leftovers(root)
+    return Occupied(tuple(info.name for info in earlier), max((info.step for info in earlier), default=0), steps)
 
 
 def _check_earlier_run(
@@ -241,10 +234,14 @@ class Checkpoints:
         rollback_step = run.rollback_step if run.stopping or run.history.in_trouble else step
         snapshot.data["rollback_step"] = rollback_step
         # A copy of the state: when the save is committed, training may be steps ahead.
-        run.saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state), rollback_step)
+        run.saving = saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state), rollback_step)
         add = self._own_files()
-        if add is None and self._starts_in_background(root, snapshot, run.saving):
-            return
+        if add is None and self._saver is not None:
+            try:
+                self._saver.start(root, snapshot, after_commit=lambda: self._rotate(root, saving))
+                return
+            except OutOfMemoryError as error:
+                _log.warning("Training waits for the checkpoint of step %d: %s", step, error)
         try:
             group, keep = self._internals.world.save_group, trainer.args.save_total_limit
             save_checkpoint(root, snapshot, group, keep=keep, add=add)
@@ -252,7 +249,7 @@ class Checkpoints:
             self._note_failure(run, error)
             return
         self._note_commit(run)
-        self._rotate(root, run.saving)
+        self._rotate(root, saving)
 
     def _own_files(self) -> WriteFiles | None:
         """Writes the files of an overridden `save_model` or `_save`, and of state; None without an override."""
@@ -276,17 +273,6 @@ class Checkpoints:
                     self.is_adding_model = False
 
         return write
-
-    def _starts_in_background(self, root: Store, snapshot: Snapshot, saving: Saving) -> bool:
-        """Copy the snapshot and start to save it; False when it has to be saved here and now."""
-        if self._saver is None:
-            return False
-        try:
-            self._saver.start(root, snapshot, after_commit=lambda: self._rotate(root, saving))
-        except OutOfMemoryError as error:
-            _log.warning("Training waits for the checkpoint of step %d: %s", snapshot.step, error)
-            return False
-        return True
 
     def _rotate(self, root: Store, saving: Saving) -> None:
         """Remove old checkpoints after a commit, in the thread that saved."""

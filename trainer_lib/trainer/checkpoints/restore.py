@@ -276,7 +276,20 @@ class Restore:
         trainer = self._trainer
         saved = TrainerState.from_dict(loaded.trainer_state)
         if not loaded.has_optimizer or loaded.scheduler is None:
-            self._begin_without_state(loaded, saved.global_step)
+            if self._is_automatic:
+                raise ConfigError(
+                    "The checkpoint holds only a model (save_only_model), so a resumed run would differ from a whole "
+                    "one.",
+                    field=_FIELD,
+                    value=loaded.url,
+                    remedy="Give True or its URL to resume with a new optimizer, or resume from a whole checkpoint.",
+                )
+            _log.warning(
+                "%s holds only a model (save_only_model): optimizer, loss scale and random numbers begin again at step "
+                "%d.",
+                *(loaded.url, saved.global_step),
+            )
+            self._internals.engine.advance_schedule(saved.global_step)
         if self._internals.engine.outside.named:
             self._internals.engine.outside.load(loaded.read_extra(0), loaded.url)
         trainer._load_optimizer_and_scheduler(loaded.url)
@@ -289,23 +302,12 @@ class Restore:
         run.first_tokens = saved.num_input_tokens_seen
         with loaded.treat_errors_as_damage(DATA):
             run.rollback_step = int(loaded.data.get("rollback_step", saved.global_step))
-        self._warn_of_changed_arguments(loaded)
+        now, then = trainer.args.to_dict(), loaded.training_args
+        for name in sorted(now.keys() & then.keys()) if trainer.is_world_process_zero() else ():
+            # Where a run lies, and where it resumes from, does not change what it computes.
+            if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
+                _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
         return saved
-
-    def _begin_without_state(self, loaded: Checkpoint, step: int) -> None:
-        """Accept a checkpoint that holds only a model, if it was asked for, and advance the schedule to its step."""
-        if self._is_automatic:
-            raise ConfigError(
-                "The checkpoint holds only a model (save_only_model), so a resumed run would differ from a whole one.",
-                field=_FIELD,
-                value=loaded.url,
-                remedy="Give True or its URL to resume with a new optimizer, or resume from a whole checkpoint.",
-            )
-        _log.warning(
-            "%s holds only a model (save_only_model): optimizer, loss scale and random numbers begin again at step %d.",
-            *(loaded.url, step),
-        )
-        self._internals.engine.advance_schedule(step)
 
     def load_optimizer(self, url: str) -> None:
         """Restore optimizer and schedule; `Trainer._load_optimizer_and_scheduler` documents it."""
@@ -315,7 +317,15 @@ class Restore:
         if loaded.url == self._internals.trials.origin:
             present = PresentSettings(trainer.optimizer, trainer.lr_scheduler, trainer.args.learning_rate)
         if trainer.optimizer is not None and snapshot is not None:
-            self._refuse_other_optimizer(loaded, snapshot.groups, trainer.optimizer)
+            now, then = self._internals.engine.optimizer_classes(), loaded.commit.meta.get("optimizer")
+            if then is None and snapshot.groups:  # imported: other settings tell most classes apart
+                known = trainer.optimizer.param_groups[0].keys()
+                others = sorted(snapshot.groups[0].keys() - known - {"initial_lr", "param_names"})
+                then = [f"an optimizer with {', '.join(others)}"] if others else None
+            if now and then and not {*now} & {*then}:  # no base in common
+                what = f"The checkpoint holds the state of {then[0]}."
+                remedy = f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one."
+                raise ConfigError(what, field="optimizer", value=now[0], remedy=remedy)
             with loaded.treat_errors_as_damage(OPTIMIZER):
                 restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
         if trainer.lr_scheduler is not None and loaded.scheduler is not None:
@@ -324,17 +334,6 @@ class Restore:
                 trainer.lr_scheduler.load_state_dict(_placed_like(state, loaded.scheduler))
         if present is not None:
             present.put_back(loaded.training_args.get("learning_rate"))
-
-    def _refuse_other_optimizer(self, loaded: Checkpoint, groups: list[dict[str, Any]], optimizer: Any) -> None:
-        """Raise ConfigError for the state of a class that has no base in common with the optimizer's."""
-        now, then = self._internals.engine.optimizer_classes(), loaded.commit.meta.get("optimizer")
-        if then is None and groups:  # imported: other settings tell most classes apart
-            others = groups[0].keys() - optimizer.param_groups[0].keys() - {"initial_lr", "param_names"}
-            then = [f"an optimizer with {', '.join(sorted(others))}"] if others else None
-        if now and then and not {*now} & {*then}:
-            what = f"The checkpoint holds the state of {then[0]}."
-            remedy = f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one."
-            raise ConfigError(what, field="optimizer", value=now[0], remedy=remedy)
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The optimizer steps to do in all, after a change of the global batch if there is one. Raises ConfigError."""
@@ -367,19 +366,14 @@ class Restore:
             )
         return max_steps
 
-    def _warn_of_changed_arguments(self, loaded: Checkpoint) -> None:
-        now, then = self._trainer.args.to_dict(), loaded.training_args
-        if not self._trainer.is_world_process_zero():
-            return
-        for name in sorted(now.keys() & then.keys()):
-            # Where a run lies, and where it resumes from, does not change what it computes.
-            if now[name] != then[name] and name not in ("output_dir", "logging_dir", "resume_from_checkpoint"):
-                _log.warning("%s was %r when the checkpoint was written, and is %r now.", name, then[name], now[name])
-
     def load_random_numbers(self, url: str) -> None:
         """Restore this rank's generators; a rank that the saved run did not have is seeded from (seed, step, rank)."""
-        loaded, run = self.open(url), self._internals.run
-        rank = self._saved_rank(loaded)
+        loaded, run, world = self.open(url), self._internals.run, self._internals.world
+        rank, layout = world.save_group.rank, loaded.commit.meta.get("layout")
+        if world.save_group is world.comm:  # then a rank that had the same share of the data
+            with loaded.treat_errors_as_damage(COMMIT):
+                saved = Grid({"replicate": loaded.world_size} if layout is None else dict(layout))
+                rank = world.comm.data_parallel.rank * (saved.size // saved.data_size)
         if loaded.has_rng(rank):
             state = loaded.read_rng(rank)
             restore_rng(state)
@@ -389,15 +383,6 @@ class Restore:
             return
         self.part_random_numbers()
         _log.warning("The checkpoint has no random state for this rank: dropout differs from an uninterrupted run.")
-
-    def _saved_rank(self, loaded: Checkpoint) -> int:
-        """The rank whose random numbers this one continues: a rank that had the same share of the data."""
-        world, layout = self._internals.world, loaded.commit.meta.get("layout")
-        if world.save_group is not world.comm:
-            return world.save_group.rank
-        with loaded.treat_errors_as_damage(COMMIT):
-            saved = Grid({"replicate": loaded.world_size} if layout is None else dict(layout))
-            return world.comm.data_parallel.rank * (saved.size // saved.data_size)
 
     def finish(self, loaded: Checkpoint) -> None:
         """Restore the random numbers, last of all, and end the checkpoint's protection. Collective."""

@@ -70,7 +70,9 @@ class LossRule:
             raise ConfigError(what, field="compute_loss_func", value=type(func).__name__, remedy=remedy)
         names = set(_names_read([func], type(trainer)))
         if computes_own:
-            names |= set(_names_read(_overrides(trainer, "compute_loss"), type(trainer)))
+            owners = (trainer, *own_classes(type(trainer)))  # it may be replaced on this Trainer alone
+            versions = [vars(owner)["compute_loss"] for owner in owners if "compute_loss" in vars(owner)]
+            names |= set(_names_read(versions, type(trainer)))
         divided = LossScale.STEP if computes_own and names & _RANKS else LossScale.SHARE
         if found := names & _STEPS:
             _log.info(
@@ -83,12 +85,6 @@ class LossRule:
         if found:  # one that reads the number of ranks may have left dummy batches out by itself
             scale = LossScale.STEP if names & _RANKS else LossScale.PART
         return cls(scale, divided, **given)
-
-
-def _overrides(trainer: object, name: str) -> list[Any]:
-    """The versions of a method in subclasses, and the function that replaces it on this Trainer."""
-    versions = [vars(cls)[name] for cls in own_classes(type(trainer)) if name in vars(cls)]
-    return [*versions, *([vars(trainer)[name]] if name in vars(trainer) else [])]
 
 
 def _names_read(functions: list[Any], cls: type) -> Iterator[str]:
@@ -332,7 +328,11 @@ class Forward:
         tensor that may be trained with. A model that differentiates in its forward fails then; it is computed again
         with autograd, and so is every batch after it.
         """
-        if self._passes_autograd():
+        # Compiled graphs are shared with training; sharded models gather their weights by autograd's hooks; torchao's
+        # tensors in float8 know only the operations that autograd makes of others.
+        args = self._trainer.args
+        needed = args.torch_compile or args.fp8 or self._internals.engine.strategy.forward_communicates
+        if not self._needs_autograd and not needed and self._internals.world.device.type in ("cpu", "cuda"):
             try:
                 with torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
                     return compute()
@@ -342,13 +342,6 @@ class Forward:
                 self._needs_autograd = True
         with torch.no_grad():
             return compute()
-
-    def _passes_autograd(self) -> bool:
-        # Compiled graphs are shared with training; sharded models gather their weights by autograd's hooks; torchao's
-        # tensors in float8 know only the operations that autograd makes of others.
-        args = self._trainer.args
-        needed = args.torch_compile or args.fp8 or self._internals.engine.strategy.forward_communicates
-        return not self._needs_autograd and not needed and self._internals.world.device.type in ("cpu", "cuda")
 
     def _loss_and_outputs(
         self, model: nn.Module, inputs: Any, computes_loss: bool

@@ -219,20 +219,18 @@ def _has_adapters(model: nn.Module) -> bool:
 
 
 def _frozen_names(model: nn.Module) -> Iterator[str]:
-    adapters = tuple(_adapter_prefixes(model))
+    adapters = tuple(
+        f"{prefix}.{part}." if prefix else f"{part}."
+        for prefix, module in model.named_modules()
+        for part in (*getattr(module, "adapter_layer_names", ()), *_ADAPTER_PARTS)
+        if isinstance(getattr(module, part, None), nn.Module)
+    )
     # A tied tensor has several names, and the state lists every one.
     buffers = {name for name, _ in model.named_buffers(remove_duplicate=False)}
     trained = {name for name, param in model.named_parameters(remove_duplicate=False) if param.requires_grad}
     for name in model.state_dict(keep_vars=True):  # for the names: `keep_vars` makes no detached views
         if name not in trained and name not in buffers and not name.startswith(adapters):
             yield name
-
-
-def _adapter_prefixes(model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules():
-        for part in (*getattr(module, "adapter_layer_names", ()), *_ADAPTER_PARTS):
-            if isinstance(getattr(module, part, None), nn.Module):
-                yield f"{prefix}.{part}." if prefix else f"{part}."
 
 
 def frozen_fingerprint(model: nn.Module, state: Mapping[str, torch.Tensor]) -> str | None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
     from trainer_lib.trainer.trainer import Trainer
 
+_log = logging.getLogger(__name__)
 FRAMES = 21  # modules that `debug="underflow_overflow"` shows, the faulty one included: as many as the reference
 
 
@@ -54,12 +55,21 @@ def _look(name: str, frames: deque[str]) -> Any:
         lines, faulty = [f"{name} ({type(module).__name__})"], ""
         for what, tensors in parts.items():
             for tensor in tensors:
-                low, high, finite = _magnitudes(tensor)
-                lines.append(f"  {what:8} {low:9.2e} {high:9.2e}  {tuple(tensor.shape)}")
-                faulty = faulty or ("" if finite else what)
+                low, high = tensor.float().abs().aminmax() if tensor.numel() else (0.0, 0.0)
+                lines.append(f"  {what:8} {float(low):9.2e} {float(high):9.2e}  {tuple(tensor.shape)}")
+                faulty = faulty or ("" if bool(torch.isfinite(tensor).all()) else what)
         frames.append("\n".join(lines))
-        if faulty:
-            raise _found(name, module, faulty, frames)
+        if not faulty:
+            return
+        shown = "least and greatest magnitude of every module before it, oldest first:\n" + "\n".join(frames)
+        _log.error("%s of %s (%s) is not finite; %s", faulty, name, type(module).__name__, shown)
+        raise NonFiniteError(
+            f"The first value that is not finite is in the {faulty} of {name} ({type(module).__name__}).",
+            field="debug",
+            value="underflow_overflow",
+            remedy="Look at the modules before it in the log: where do magnitudes grow? bf16 has more range than fp16.",
+            details=shown,
+        )
 
     return hook
 
@@ -70,28 +80,6 @@ def _floats(tree: Any) -> list[torch.Tensor]:
     return [leaf.detach() for leaf in found if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
 
 
-def _magnitudes(tensor: torch.Tensor) -> tuple[float, float, bool]:
-    if not tensor.numel():
-        return 0.0, 0.0, True
-    low, high = (float(bound) for bound in tensor.float().abs().aminmax())
-    return low, high, bool(torch.isfinite(tensor).all())
-
-
-def _found(name: str, module: nn.Module, what: str, frames: deque[str]) -> NonFiniteError:
-    shown = "least and greatest magnitude of every module before it, oldest first:\n" + "\n".join(frames)
-    _log.error("%s of %s (%s) is not finite; %s", what, name, type(module).__name__, shown)
-    return NonFiniteError(
-        f"The first value that is not finite is in the {what} of {name} ({type(module).__name__}).",
-        field="debug",
-        value="underflow_overflow",
-        remedy="Look at the modules before it in the log: where do magnitudes grow? bf16 has more range than fp16.",
-        details=shown,
-    )
-
-
-_log = logging.getLogger(__name__)
-
-
 class TrainedModel:
     """Owner of the Trainer's `model`, and of what is read off it: labels, smoothing, placement."""
 
@@ -100,7 +88,7 @@ class TrainedModel:
         self._internals = internals
         self._caches: list[tuple[Any, Any]] = []
         self._noise: torch.utils.hooks.RemovableHandle | None = None
-        self._keep_all: Callable[[], None] = _nothing
+        self._recomputation = contextlib.ExitStack()  # of blocks; closing it ends it
         trainer.is_model_parallel = False
 
     def take(self, given: nn.Module | None) -> None:
@@ -179,11 +167,11 @@ class TrainedModel:
             kernels._apply_liger_kernel_to_instance(model=models.innermost(model), **(config or {}))
         if args.gradient_checkpointing:
             choice = Recomputation.of(args.gradient_checkpointing_kwargs)
-            self._keep_all()
+            self._recomputation.close()
             if choice is None:
                 models.enable_gradient_checkpointing(model, args.gradient_checkpointing_kwargs)
             else:
-                self._keep_all = save_memory(model, choice)
+                self._recomputation.callback(save_memory(model, choice))
         # Keeping keys and values wastes memory in training. `hooked` puts the settings back.
         own: Any = getattr(model, "config", None)
         parts: tuple[Any, ...] = (own, getattr(own, "text_config", None))
@@ -202,8 +190,7 @@ class TrainedModel:
                 yield
         finally:
             self.remove_noise()
-            self._keep_all()
-            self._keep_all = _nothing
+            self._recomputation.close()
             for config, before in self._caches:
                 config.use_cache = before
             self._caches = []
@@ -231,10 +218,6 @@ class TrainedModel:
         finally:
             for config, value in in_training:
                 config.use_cache = value
-
-
-def _nothing() -> None:
-    """Leave the model as it is."""
 
 
 class LabelSmoother:
