@@ -137,6 +137,14 @@ def arg(
     return dataclasses.field(default=default, metadata=metadata, repr=not secret)
 
 
+#: `arg` by what an argument affects: `weights(0.1, "…")` is `arg(0.1, "…", affects="weights")`.
+weights = functools.partial(arg, affects="weights")
+outputs = functools.partial(arg, affects="outputs")
+evaluation = functools.partial(arg, affects="evaluation")
+selection = functools.partial(arg, affects="selection")
+nothing = functools.partial(arg, affects="nothing")
+
+
 @functools.cache
 def declarations(cls: type[Any]) -> Mapping[str, Declaration]:
     """The declaration of every field of a dataclass, by name; a field declared again keeps what its base declared."""

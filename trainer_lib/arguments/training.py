@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from trainer_lib.arguments import compat, io
 from trainer_lib.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import arg
+from trainer_lib.arguments.fields import nothing, weights
 from trainer_lib.arguments.groups import Seq2SeqArguments
 from trainer_lib.arguments.members import ArgumentMembers, fill_accelerate_state
 from trainer_lib.arguments.validation import validate
@@ -367,13 +367,11 @@ _UNSERVED = {
 class TFArguments:
     """The arguments that `TFTrainer` adds."""
 
-    tpu_name: str | None = arg(None, "Name of a TPU; refused.", affects="nothing")
-    tpu_zone: str | None = arg(None, "Zone of a TPU; refused.", affects="nothing")
-    gcp_project: str | None = arg(None, "Google Cloud project of a TPU; refused.", affects="nothing")
-    poly_power: float = arg(
-        1.0, "Power of the polynomial decay of the learning rate.", affects="weights", unit="power", gt=0
-    )
-    xla: bool = arg(False, "Compile with XLA; refused.", affects="nothing")
+    tpu_name: str | None = nothing(None, "Name of a TPU; refused.")
+    tpu_zone: str | None = nothing(None, "Zone of a TPU; refused.")
+    gcp_project: str | None = nothing(None, "Google Cloud project of a TPU; refused.")
+    poly_power: float = weights(1.0, "Power of the polynomial decay of the learning rate.", unit="power", gt=0)
+    xla: bool = nothing(False, "Compile with XLA; refused.")
 
 
 class ReplicaStrategy:
