@@ -24,7 +24,7 @@ from trainer_lib.protocol.requests import StopEarly
 from trainflow.tasks.settings.evaluate_settings import BenchmarkList, read_metric, read_metric_list, read_requirement
 from trainflow.tasks.settings.keyed_settings import Affects as Affects
 from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettings
-from trainflow.tasks.settings.keyed_settings import RecipePath, refuse_unknown
+from trainflow.tasks.settings.keyed_settings import RecipePath, nothing, refuse_unknown, result, selection
 from trainflow.tasks.settings.keyed_settings import Settings as Settings
 from trainflow.tasks.settings.keyed_settings import setting as setting
 from trainflow.tasks.settings.prepare_settings import MixtureField, RunnerSettings, fill_sources
@@ -36,12 +36,12 @@ class StopEarlySettings(Settings):
     """train.stop_early: the training ends when evaluations no longer improve, with the best weights."""
 
     metric: str = Field(
-        default="loss", min_length=1, description="Metric of the evaluations while training: loss, or its name."
+        "loss", min_length=1, description="Metric of the evaluations while training: loss, or its name."
     )
-    patience: int = Field(default=3, ge=1, description="Evaluations in a row without improvement that end it.")
-    threshold: float = Field(default=0.0, ge=0, description="Least improvement that counts, in the metric's unit.")
+    patience: int = Field(3, ge=1, description="Evaluations in a row without improvement that end it.")
+    threshold: float = Field(0.0, ge=0, description="Least improvement that counts, in the metric's unit.")
     greater_is_better: bool | None = Field(
-        default=None, description="Whether a greater metric is better; unset: not of losses and errors."
+        None, description="Whether a greater metric is better; unset: not of losses and errors."
     )
 
     def to_request(self) -> StopEarly:
@@ -135,52 +135,36 @@ class MaxAge:
 class StageSettings(KeyedSettings):
     """Settings that every stage with a recipe has."""
 
-    recipe: RecipePath | None = setting(
-        affects="result",
-        default=None,
-        description="Python file with functions of this stage alone; what it does not define is taken from the "
+    recipe: RecipePath | None = result(
+        None,
+        "Python file with functions of this stage alone; what it does not define is taken from the "
         "pipeline's recipe. A name set to None there is switched off.",
     )
-    options: Options = setting(
-        affects="result", default_factory=dict, description="Free settings handed to the recipe's function."
-    )
-    retries: int = setting(
-        affects="nothing",
-        default=3,
-        ge=0,
-        le=20,
-        description="Failures of the stage that are retried; a preemption is free.",
-    )
+    options: Options = result(default_factory=dict, description="Free settings handed to the recipe's function.")
+    retries: int = nothing(3, "Failures of the stage that are retried; a preemption is free.", ge=0, le=20)
 
 
 class PrepareConfig(StageSettings):
     """prepare-data: source data to Arrow shards."""
 
-    sources: list[str] = setting(
-        affects="result",
+    sources: list[str] = result(
         default_factory=list,
         description="What the data is made from: local paths, hf://datasets/, s3://, https:// and other URLs, "
         "patterns, package:NAME, stdlib:. "
         "A changed source is prepared again; an undeclared one is tracked by the recipe's code only.",
     )
-    mixture: MixtureField | None = setting(
-        affects="result",
-        default=None,
-        description="Sources that are mixed, in place of sources: [{source, weight, epochs or tokens}, …].",
+    mixture: MixtureField | None = result(
+        None, "Sources that are mixed, in place of sources: [{source, weight, epochs or tokens}, …]."
     )
-    shard_rows: int = setting(affects="result", default=8192, ge=1, description="Rows per shard file.")
-    allow_nan: bool = setting(
-        affects="result", default=False, description="Accept NaN and infinite values in the data."
+    shard_rows: int = result(8192, "Rows per shard file.", ge=1)
+    allow_nan: bool = result(False, "Accept NaN and infinite values in the data.")
+    launch: Launch = nothing(
+        LaunchSettings(processes=1),
+        "How the processes are started; several share the sources of a recipe with prepare_shard.",
     )
-    launch: Launch = setting(
-        affects="nothing",
-        default=LaunchSettings(processes=1),
-        description="How the processes are started; several share the sources of a recipe with prepare_shard.",
-    )
-    runner: RunnerSettings | None = setting(
-        affects="nothing",
-        default=None,
-        description="A cluster of Dask or Ray whose machines share the sources of a recipe with prepare_shard; unset: "
+    runner: RunnerSettings | None = nothing(
+        None,
+        "A cluster of Dask or Ray whose machines share the sources of a recipe with prepare_shard; unset: "
         "this machine.",
     )
 
@@ -202,19 +186,17 @@ def _split_command(value: Any) -> Any:
 class PreemptionSettings(Settings):
     """train.preemption: where notice is given that this machine is about to be taken away."""
 
-    file: str | None = Field(default=None, description="File whose appearance is the notice.")
+    file: str | None = Field(None, description="File whose appearance is the notice.")
     command: Annotated[list[str], BeforeValidator(_split_command)] = Field(
         default_factory=list, description="Program and arguments; exit code 0 is the notice. Started without a shell."
     )
-    url: str | None = Field(
-        default=None, pattern="^https?://", description="URL whose answer with status 200 is the notice."
-    )
+    url: str | None = Field(None, pattern="^https?://", description="URL whose answer with status 200 is the notice.")
     headers: dict[str, str] = Field(default_factory=dict, description="Headers of the request to url.")
     contains: str | None = Field(
-        default=None, description="Text that the answer of url must contain; unset: any answer is the notice."
+        None, description="Text that the answer of url must contain; unset: any answer is the notice."
     )
-    every_s: float = Field(default=5.0, gt=0, description="Seconds between two looks.")
-    timeout_s: float = Field(default=2.0, gt=0, description="Seconds that command or url may take.")
+    every_s: float = Field(5.0, gt=0, description="Seconds between two looks.")
+    timeout_s: float = Field(2.0, gt=0, description="Seconds that command or url may take.")
 
     @model_validator(mode="after")
     def _need_one_place(self) -> PreemptionSettings:
@@ -230,31 +212,20 @@ class PreemptionSettings(Settings):
 class TrainConfig(StageSettings):
     """train: prepared data and arguments to a model."""
 
-    model: Options = setting(
-        affects="result", default_factory=dict, description="Settings handed to the recipe's build_model."
+    model: Options = result(default_factory=dict, description="Settings handed to the recipe's build_model.")
+    args: Options = result(
+        default_factory=dict, description="TrainingArguments by name (learning_rate, num_train_epochs, seed ...)."
     )
-    args: Options = setting(
-        affects="result",
-        default_factory=dict,
-        description="TrainingArguments by name (learning_rate, num_train_epochs, seed ...).",
-    )
-    launch: Launch = setting(affects="nothing", default=LaunchSettings(), description="How the processes are started.")
-    train_split: str = setting(
-        affects="result", default="train", min_length=1, description="Name of the split to train on."
-    )
-    eval_split: str | None = setting(
-        affects="selection", default=None, description="Split evaluated while training; unset: none."
-    )
-    preemption: PreemptionSettings | None = setting(
-        affects="nothing",
-        default=None,
-        description="Where notice is given that this machine is about to be taken away: training is saved, and the "
+    launch: Launch = nothing(LaunchSettings(), "How the processes are started.")
+    train_split: str = result("train", "Name of the split to train on.", min_length=1)
+    eval_split: str | None = selection(None, "Split evaluated while training; unset: none.")
+    preemption: PreemptionSettings | None = nothing(
+        None,
+        "Where notice is given that this machine is about to be taken away: training is saved, and the "
         "command ends with exit code 19.",
     )
-    stop_early: StopEarlySettings | None = setting(
-        affects="result",
-        default=None,
-        description="End the training when evaluations no longer improve, with the best weights; unset: never.",
+    stop_early: StopEarlySettings | None = result(
+        None, "End the training when evaluations no longer improve, with the best weights; unset: never."
     )
 
     @model_validator(mode="before")
@@ -274,98 +245,79 @@ class TrainConfig(StageSettings):
 class EvaluateConfig(StageSettings):
     """evaluate: model and splits to metrics."""
 
-    enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
-    splits: list[str] = setting(
-        affects="result", default_factory=lambda: ["test"], min_length=1, description="Splits to measure."
-    )
-    require: dict[str, Annotated[str, BeforeValidator(read_requirement)]] = setting(
-        affects="nothing",
+    enabled: bool = nothing(True, "False leaves the stage out.")
+    splits: list[str] = result(default_factory=lambda: ["test"], min_length=1, description="Splits to measure.")
+    require: dict[str, Annotated[str, BeforeValidator(read_requirement)]] = nothing(
         default_factory=dict,
         description='Gates: metric (<split>_<name>) and what it must be (">= 0.9", or {min: 0.5, max: 2}). An '
         "evaluation that fails one is committed, but its model is not published.",
     )
-    resamples: int = setting(
-        affects="result",
-        default=0,
+    resamples: int = result(
+        0,
+        "Resamples of the rows that compute_metrics is called on, for comparing models; register sets it.",
         ge=0,
         le=5000,
-        description="Resamples of the rows that compute_metrics is called on, for comparing models; register sets it.",
     )
-    confidence: float | None = setting(
-        affects="result",
-        default=None,
+    confidence: float | None = result(
+        None,
+        "Write for each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
+        "it with this probability (0.95), from the resamples (1,000 where resamples is not set); unset: none.",
         gt=0,
         lt=1,
-        description="Write for each metric of compute_metrics the interval <metric>_low to <metric>_high that holds "
-        "it with this probability (0.95), from the resamples (1,000 where resamples is not set); unset: none.",
     )
     metrics: Annotated[
         list[Annotated[str | Options, BeforeValidator(read_metric)]], AfterValidator(read_metric_list)
-    ] = setting(
-        affects="result",
+    ] = result(
         default_factory=list,
         description="Metrics by name, in addition to those of compute_metrics: "
         f"of classes {', '.join(CLASS_METRICS)}; of numbers {', '.join(NUMBER_METRICS)}; of an installed package "
         "package.module:name, or {name: package.module:name, as: RESULT, ARGUMENT: VALUE}.",
     )
-    slices: list[str] = setting(
-        affects="result",
+    slices: list[str] = result(
         default_factory=list,
         description="Columns of the prepared rows: metrics are also measured on the rows of every value, and named "
         "<metric>/<column>/<value>.",
     )
-    show_inputs: bool = setting(
-        affects="result",
-        default=True,
-        description="Show inputs of hardest, sample and confused rows in report and MLflow, as text or thumbnail. "
+    show_inputs: bool = result(
+        True,
+        "Show inputs of hardest, sample and confused rows in report and MLflow, as text or thumbnail. "
         "false keeps private data out.",
     )
-    importance_seconds: float = setting(
-        affects="result",
-        default=10.0,
-        ge=0,
-        description="The most time per split for the importance of a table's columns, by permutation; 0: none.",
+    importance_seconds: float = result(
+        10.0, "The most time per split for the importance of a table's columns, by permutation; 0: none.", ge=0
     )
-    benchmarks: BenchmarkList = setting(
-        affects="result",
+    benchmarks: BenchmarkList = result(
         default_factory=list,
         description="Benchmarks of a language model: tasks of lm-eval by name, task files or folders of them from the "
         "spec's folder, or {task, fewshot, limit, chat}. Metrics are <task>_<metric>, with intervals.",
     )
-    rows_per_range: int = setting(
-        affects="result", default=10_000, ge=1, description="Rows of a range, where the recipe has metric_sums."
+    rows_per_range: int = result(10_000, "Rows of a range, where the recipe has metric_sums.", ge=1)
+    args: Options = result(
+        default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
     )
-    args: Options = setting(
-        affects="result",
-        default_factory=dict,
-        description="TrainingArguments for this stage; what is unset comes from train.args.",
-    )
-    launch: Launch | None = setting(
-        affects="nothing", default=None, description="How the processes are started; unset: like train."
-    )
+    launch: Launch | None = nothing(None, "How the processes are started; unset: like train.")
 
 
 class RegisterConfig(Settings):
     """register: the trained model as a version of a model in MLflow's registry."""
 
-    name: str | None = Field(default=None, min_length=1, description="Name of the registered model; unset: none.")
-    alias: str = Field(default="champion", min_length=1, description="Alias of the best version.")
+    name: str | None = Field(None, min_length=1, description="Name of the registered model; unset: none.")
+    alias: str = Field("champion", min_length=1, description="Alias of the best version.")
     metric: str | None = Field(
-        default=None,
+        None,
         description="Metric (<split>_<name>, of compute_metrics) in which a version must be better to get the alias; "
         "unset: only the first version gets it.",
     )
     greater_is_better: bool | None = Field(
-        default=None, description="Whether a greater metric is better; unset: not of losses and errors."
+        None, description="Whether a greater metric is better; unset: not of losses and errors."
     )
     resamples: int = Field(
-        default=1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."
+        1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."
     )
     flavor: Literal["transformers"] | None = Field(
-        default=None,
-        description="transformers: mlflow.transformers.load_model loads a version, too; uploads its weights.",
+        None, description="transformers: mlflow.transformers.load_model loads a version, too; uploads its weights."
     )
-    description: str = Field(default="", description="Text of the version.")
+    description: str = Field("", description="Text of the version.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the version.")
 
     @property
@@ -377,93 +329,55 @@ class RegisterConfig(Settings):
 class PredictConfig(StageSettings):
     """predict: model and a split to sharded Parquet files."""
 
-    enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
-    split: str = setting(
-        affects="result", default="test", min_length=1, description="Name of the split to predict; it needs no labels."
+    enabled: bool = nothing(True, "False leaves the stage out.")
+    split: str = result("test", "Name of the split to predict; it needs no labels.", min_length=1)
+    rows_per_file: int = result(10_000, "Rows per Parquet file.", ge=1)
+    sort_by: str | None = result(None, "Column by whose length rows share batches, the longest first.")
+    args: Options = result(
+        default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
     )
-    rows_per_file: int = setting(affects="result", default=10_000, ge=1, description="Rows per Parquet file.")
-    sort_by: str | None = setting(
-        affects="result", default=None, description="Column by whose length rows share batches, the longest first."
-    )
-    args: Options = setting(
-        affects="result",
-        default_factory=dict,
-        description="TrainingArguments for this stage; what is unset comes from train.args.",
-    )
-    launch: Launch | None = setting(
-        affects="nothing", default=None, description="How the processes are started; unset: like train."
-    )
+    launch: Launch | None = nothing(None, "How the processes are started; unset: like train.")
 
 
 class PublishConfig(StageSettings):
     """push-to-hub: model, its code, card and metrics to a hub."""
 
-    enabled: bool = setting(affects="nothing", default=True, description="False leaves the stage out.")
-    to: str | None = setting(
-        affects="result",
-        default=None,
-        description="hf://organisation/name or any folder URL; unset: hub/<name> below the storage.",
+    enabled: bool = nothing(True, "False leaves the stage out.")
+    to: str | None = result(None, "hf://organisation/name or any folder URL; unset: hub/<name> below the storage.")
+    private: bool = nothing(True, "Make a new Hub repository private (hf:// only).")
+    revision: str | None = result(None, "Branch on the Hub; unset: main (hf:// only).")
+    only_if: Literal["always", "better"] = result(
+        "always", "better: publish only a model that is better than the published one, on the same test rows."
     )
-    private: bool = setting(
-        affects="nothing", default=True, description="Make a new Hub repository private (hf:// only)."
-    )
-    revision: str | None = setting(
-        affects="result", default=None, description="Branch on the Hub; unset: main (hf:// only)."
-    )
-    only_if: Literal["always", "better"] = setting(
-        affects="result",
-        default="always",
-        description="better: publish only a model that is better than the published one, on the same test rows.",
-    )
-    metric: str | None = setting(
-        affects="result", default=None, description="Metric (<split>_<name>) that only_if: better compares."
-    )
-    greater_is_better: bool | None = setting(
-        affects="result", default=None, description="Whether a greater metric is better; unset: by its name."
-    )
-    title: str | None = setting(
-        affects="result", default=None, description="Title of the model card; unset: the pipeline's name."
-    )
-    description: str = setting(
-        affects="result", default="", description="Text of the model card: what the model is for, in Markdown."
-    )
-    license: str | None = setting(
-        affects="result", default=None, description="Licence of the model, as a Hub identifier (apache-2.0)."
-    )
-    tags: list[str] = setting(affects="result", default_factory=list, description="Tags of the model card.")
-    base_model: str | None = setting(
-        affects="result", default=None, description="Model this one was made from, as a Hub name."
-    )
-    hardest_rows: int = setting(
-        affects="result", default=0, ge=0, description="Rows that the model gets most wrong, with labels, in the card."
-    )
-    args: Options = setting(
-        affects="result",
+    metric: str | None = result(None, "Metric (<split>_<name>) that only_if: better compares.")
+    greater_is_better: bool | None = result(None, "Whether a greater metric is better; unset: by its name.")
+    title: str | None = result(None, "Title of the model card; unset: the pipeline's name.")
+    description: str = result("", "Text of the model card: what the model is for, in Markdown.")
+    license: str | None = result(None, "Licence of the model, as a Hub identifier (apache-2.0).")
+    tags: list[str] = result(default_factory=list, description="Tags of the model card.")
+    base_model: str | None = result(None, "Model this one was made from, as a Hub name.")
+    hardest_rows: int = result(0, "Rows that the model gets most wrong, with labels, in the card.", ge=0)
+    args: Options = result(
         default_factory=dict,
         description="TrainingArguments that the published model predicts with; what is unset comes from predict.args.",
     )
-    merge_adapters: bool = setting(
-        affects="result",
-        default=False,
-        description="Publish the base model's weights with the trained adapters merged in, as from_pretrained loads "
+    merge_adapters: bool = result(
+        False,
+        "Publish the base model's weights with the trained adapters merged in, as from_pretrained loads "
         "them; the adapters go along in adapter/.",
     )
-    merged_type: Literal["float32", "bfloat16", "float16"] | None = setting(
-        affects="result",
-        default=None,
-        description="Type of merged weights; unset: that of the base model, bfloat16 of one in 4 or 8 bits.",
+    merged_type: Literal["float32", "bfloat16", "float16"] | None = result(
+        None, "Type of merged weights; unset: that of the base model, bfloat16 of one in 4 or 8 bits."
     )
-    merge_tolerance: float = setting(
-        affects="result",
-        default=0.05,
+    merge_tolerance: float = result(
+        0.05,
+        "Share of next tokens of 20 held-out rows in which merged weights may differ from the adapters.",
         ge=0,
         le=1,
-        description="Share of next tokens of 20 held-out rows in which merged weights may differ from the adapters.",
     )
-    code: bool | None = setting(
-        affects="result",
-        default=None,
-        description="Publish the recipe and the project files that it imports, so that load_model works; unset: yes, "
+    code: bool | None = result(
+        None,
+        "Publish the recipe and the project files that it imports, so that load_model works; unset: yes, "
         "unless a module is named only at run time, because every Python file of the project would go along.",
     )
 
@@ -476,11 +390,10 @@ class PublishConfig(StageSettings):
 class TrackingConfig(Settings):
     """The server that records parameters, curves and models."""
 
-    enabled: bool = Field(default=True, description="False records nothing in MLflow.")
+    enabled: bool = Field(True, description="False records nothing in MLflow.")
     uri: str | None = Field(
-        default=None,
-        description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite next to the storage.",
+        None, description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite next to the storage."
     )
-    experiment: str | None = Field(default=None, min_length=1, description="Experiment; unset: the pipeline's name.")
-    run_name: str | None = Field(default=None, description="Name of the MLflow run; unset: the pipeline's name.")
+    experiment: str | None = Field(None, min_length=1, description="Experiment; unset: the pipeline's name.")
+    run_name: str | None = Field(None, description="Name of the MLflow run; unset: the pipeline's name.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow run.")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, WrapValidator, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticUndefined
 
 from trainer_lib.base.durations import FORMS, find_problem, read_seconds
 from trainer_lib.base.suggestions import nearest, suggestion
@@ -28,12 +29,18 @@ class _AffectsMark:
     what: Affects
 
 
-def setting(*, affects: Affects, **field: Any) -> Any:
+def setting(default: Any = PydanticUndefined, description: str | None = None, *, affects: Affects, **field: Any) -> Any:
     """Declare a setting of a stage: a pydantic `Field`, with what it can change."""
-    info = Field(**field)
+    info = Field(default, description=description, **field)
     # Not `json_schema_extra`: Prefect's form, which is drawn from the schema, would show it.
     info.metadata.append(_AffectsMark(affects))
     return info
+
+
+#: `setting` by what a setting affects.
+result = functools.partial(setting, affects="result")
+selection = functools.partial(setting, affects="selection")
+nothing = functools.partial(setting, affects="nothing")
 
 
 def refuse_unknown(data: Any, known: list[str]) -> Any:
