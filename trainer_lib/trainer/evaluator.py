@@ -36,6 +36,7 @@ class Evaluator:
         self.trainer = trainer
         self.internals = internals
         self._is_keeping_mode = False
+        self.counted: tuple[float, int, int] = (0.0, 0, 0)  # of the newest `EvaluationLoop`
 
     def measure(self, loader: Any, what: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         """Run the Trainer's evaluation loop, and add its speed to the metrics."""
@@ -51,49 +52,6 @@ class Evaluator:
         metrics = dict(output.metrics or {})
         metrics.update(speed_metrics(prefix, started, num_samples=output.num_samples, num_steps=batches))
         return output._replace(metrics=metrics)
-
-    def loop(
-        self,
-        loader: Any,
-        loss_only: bool | None,
-        ignore_keys: list[str] | None,
-        prefix: str,
-        *,
-        keeps_predictions: bool = False,
-    ) -> EvalLoopOutput:
-        """One pass over a loader; the model is afterwards in the mode and precision that it had."""
-        trainer, internals = self.trainer, self.internals
-        # The default is not read: it makes the accelerator, and a subclass may have something else under that name.
-        if is_set(trainer, "gather_function"):
-            _refuse_own_gathering(trainer.gather_function)
-        loss_only = trainer.args.prediction_loss_only if loss_only is None else loss_only
-        internals.forward.past = None
-        # As in transformers: an evaluation inside training takes the weights as they are.
-        casts = full_eval_dtype(trainer.args) is not None and not trainer.is_in_train
-        restore = back_up_weights(trainer.model) if casts else None
-        trainer.callback_handler.eval_dataloader = loader
-        try:
-            with self.mode_kept(), torch.no_grad():
-                loop = EvaluationLoop(
-                    self, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps_predictions
-                )
-                output = loop.run(unwrap_prepared(loader), prefix)
-                self.counted = loop.counted
-                return output
-        except Exception as error:
-            if isinstance(error, TrainflowError) or not is_out_of_memory(error):
-                raise
-            raise OutOfMemoryError(
-                f"Memory ran out in the evaluation: {first_line(error)}",
-                field="per_device_eval_batch_size",
-                value=trainer.args.per_device_eval_batch_size,
-                remedy="Lower it, or set eval_accumulation_steps where predictions are kept.",
-            ) from error
-        finally:
-            if restore is not None:
-                restore()
-            internals.engine.strategy.after_inference(trainer.model_wrapped)
-            internals.forward.past = None
 
     @contextlib.contextmanager
     def mode_kept(self) -> Iterator[None]:
@@ -245,11 +203,41 @@ class EvaluationMethods(DataMethods):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """One pass over a loader: predictions and labels ``[samples, ...]``, metrics, number of samples."""
-        return self._trainflow.evaluator.loop(
-            *(dataloader, prediction_loss_only, ignore_keys, metric_key_prefix),
-            keeps_predictions=description == "Prediction",
-        )
+        """One pass over a loader: predictions and labels ``[samples, ...]``, metrics, number of samples.
+
+        The model is afterwards in the mode and precision that it had.
+        """
+        internals, evaluator = self._trainflow, self._trainflow.evaluator
+        # The default is not read: it makes the accelerator, and a subclass may have something else under that name.
+        if is_set(self, "gather_function"):
+            _refuse_own_gathering(self.gather_function)
+        loss_only = self.args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        internals.forward.past = None
+        # As in transformers: an evaluation inside training takes the weights as they are.
+        casts = full_eval_dtype(self.args) is not None and not self.is_in_train
+        restore = back_up_weights(self.model) if casts else None
+        self.callback_handler.eval_dataloader = dataloader
+        try:
+            with evaluator.mode_kept(), torch.no_grad():
+                keeps = description == "Prediction"
+                loop = EvaluationLoop(evaluator, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps)
+                output = loop.run(unwrap_prepared(dataloader), metric_key_prefix)
+                evaluator.counted = loop.counted
+                return output
+        except Exception as error:
+            if isinstance(error, TrainflowError) or not is_out_of_memory(error):
+                raise
+            raise OutOfMemoryError(
+                f"Memory ran out in the evaluation: {first_line(error)}",
+                field="per_device_eval_batch_size",
+                value=self.args.per_device_eval_batch_size,
+                remedy="Lower it, or set eval_accumulation_steps where predictions are kept.",
+            ) from error
+        finally:
+            if restore is not None:
+                restore()
+            internals.engine.strategy.after_inference(self.model_wrapped)
+            internals.forward.past = None
 
     def prediction_loop(
         self,

@@ -415,9 +415,8 @@ class DataMethods(TrainerBase):
     def _get_train_sampler(self, train_dataset: Any = None) -> Sampler[int] | None:
         """The order of the training samples; an override may return any sampler. None = the dataset's own order."""
         dataset = self.train_dataset if train_dataset is None else train_dataset
-        if dataset is None or not has_length(dataset):
-            return None
-        return OrderSampler(self._trainflow.loaders.train_order(dataset))
+        is_sized = dataset is not None and has_length(dataset)
+        return OrderSampler(self._trainflow.loaders.train_order(dataset)) if is_sized else None
 
     def _get_eval_sampler(self, eval_dataset: Any) -> Sampler[int] | None:
         """None: ranks share the dataset in its own order; an override may return any sampler."""

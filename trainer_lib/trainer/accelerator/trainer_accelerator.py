@@ -9,8 +9,9 @@ here (`FACTS`, or a method), inherited because its own code does no more than th
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DataLoaderConfiguration, ProjectConfiguration, convert_outputs_to_fp32, gather_object
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    ProjectConfiguration,
+    convert_outputs_to_fp32,
+    gather_object,
+    recursively_apply,
+)
 from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -29,10 +36,9 @@ from typing_extensions import override
 
 from trainer_lib.data.loading.iterable import IterableLoader
 from trainer_lib.data.loading.loader import EvalLoader, TrainLoader
-from trainer_lib.distributed.communicator import leads
+from trainer_lib.distributed.communicator import Communicator, leads
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.accelerator import shared_state
-from trainer_lib.trainer.accelerator.exchange import Exchange, has_tensors_only, leaves_of, replace_leaves
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -61,6 +67,71 @@ _ABSENT = (
     *("flag_tensor", "ddp_handler", "scaler_handler", "init_handler", "autocast_handler", "fp8_recipe_handler"),
     *("ao_recipe_handler", "te_recipe_handler", "msamp_recipe_handler", "profile_handler"),
 )
+
+
+# -- trees of tensors between ranks: nothing is pickled ----------------------------------------------------------------
+
+
+def _leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
+    """The tensors ``[...]`` of a tree of lists, tuples and mappings, in order. Raises ConfigError."""
+    found: list[torch.Tensor] = []
+    _replace_leaves(tree, lambda leaf: found.append(leaf) or leaf, field=field)  # type: ignore[func-returns-value]
+    return found
+
+
+def _has_tensors_only(tree: Any) -> bool:
+    try:
+        recursively_apply(lambda leaf: leaf, tree, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _replace_leaves(tree: Any, function: Callable[[torch.Tensor], Any], *, field: str) -> Any:
+    """The tree with `function` of every tensor ``[...]`` in its place. Raises ConfigError for other leaves."""
+    try:
+        return recursively_apply(function, tree, error_on_other_type=True)
+    except TypeError as error:
+        what = "Only tensors, and lists, tuples and mappings of tensors, can be exchanged."
+        remedy = "Use gather_for_metrics for other objects."
+        raise ConfigError(what, field=field, value=type(tree).__name__, remedy=remedy) from error
+
+
+def gather_tree(comm: Communicator, tree: Any, *, contributes: bool = True, field: str = "gather") -> Any:
+    """Every rank's tensors ``[batch, ...]``, joined along their first dimension in the order of the ranks. Collective.
+
+    A scalar ``[]`` counts as one row. Without `contributes`, this rank's rows are left out. `field`: the caller's
+    method. Shapes travel first, as one small message between the hosts that no device waits for. So tensors may differ
+    in their first dimension, and other dimensions or dtypes that differ are the same ConfigError on every rank.
+    """
+    leaves = _leaves_of(tree, field=field)
+    own = [[contributes, str(leaf.dtype), list(leaf.shape)] for leaf in leaves]
+    ranks = zip(*comm.broadcast_json(comm.gather_json(own)), strict=True)
+    gathered = iter([_gather_leaf(comm, leaf, forms, field) for leaf, forms in zip(leaves, ranks, strict=True)])
+    return _replace_leaves(tree, lambda _: next(gathered), field=field)
+
+
+def _gather_leaf(
+    comm: Communicator, leaf: torch.Tensor, ranks: Sequence[tuple[bool, str, list[int]]], field: str
+) -> torch.Tensor:
+    """The tensors of the ranks that contribute ``[rows of all, ...]``; `ranks`: whether each does, dtype and shape."""
+    present = [rank for rank in ranks if rank[0]] or [ranks[comm.rank]]
+    if len({(dtype, tuple(shape[1:]), len(shape)) for _, dtype, shape in present}) > 1:
+        what = f"The tensors differ between the processes: {', '.join(str(tuple(shape)) for *_, shape in present)}."
+        remedy = "Call pad_across_processes on the dimensions that differ before."
+        raise ConfigError(what, field=field, value=tuple(leaf.shape), remedy=remedy)
+    dtype: torch.dtype = getattr(torch, present[0][1].removeprefix("torch."))
+    trailing = present[0][2][1:]
+    per_row = math.prod(trailing) * dtype.itemsize
+    counts = [(shape[0] if shape else 1) if contributes else 0 for contributes, _, shape in ranks]
+    # As bytes: gloo does not know every dtype.
+    sent = torch.zeros(max(counts) * per_row, dtype=torch.uint8, device=leaf.device)
+    if counts[comm.rank]:
+        own = leaf.detach().contiguous().reshape(-1).view(torch.uint8)
+        sent[: own.numel()] = own
+    received = comm.gather_tensor(sent) if sent.numel() else [sent] * len(counts)
+    parts = [part[: count * per_row] for part, count in zip(received, counts, strict=True)]
+    return torch.cat(parts).view(dtype).reshape(sum(counts), *trailing)
 
 
 class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships no types
@@ -102,10 +173,6 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         self._load_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._save_model_state_pre_hook: OrderedDict[int, Any] = OrderedDict()
         self._refresh()
-
-    @property
-    def _exchange(self) -> Exchange:
-        return Exchange(self._internals.world.comm)
 
     # -- the step -----------------------------------------------------------------------------------------------------
 
@@ -217,7 +284,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         Lists, tuples and mappings keep their form. First dimensions may differ between ranks; ConfigError when others
         or dtypes do.
         """
-        return tensor if self.num_processes == 1 else self._exchange.gather(tensor)
+        return tensor if self.num_processes == 1 else gather_tree(self._internals.world.comm, tensor)
 
     @override
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
@@ -236,14 +303,14 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         state = self.gradient_state
         # In the last round of a prepared loader, samples are repeated to fill up the batches.
         keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        if use_gather_object or not has_tensors_only(input_data):
+        if use_gather_object or not _has_tensors_only(input_data):
             objects = input_data if isinstance(input_data, list | tuple) else [input_data]
             joined: list[Any] = gather_object(list(objects) if contributes else [])
             return joined[:keep]
         field = "gather_for_metrics"
-        scalars = iter([leaf.ndim == 0 for leaf in leaves_of(input_data, field=field)])
-        gathered = self._exchange.gather(input_data, contributes=contributes, field=field)
-        return replace_leaves(gathered, lambda leaf: leaf if next(scalars) else leaf[:keep], field=field)
+        scalars = iter([leaf.ndim == 0 for leaf in _leaves_of(input_data, field=field)])
+        gathered = gather_tree(self._internals.world.comm, input_data, contributes=contributes, field=field)
+        return _replace_leaves(gathered, lambda leaf: leaf if next(scalars) else leaf[:keep], field=field)
 
     @override
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
@@ -255,7 +322,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
             remedy = "Use sum, mean, max or none."
             raise ConfigError("The reduction is unknown.", field="reduction", value=reduction, remedy=remedy)
         if reduction == "none":  # which accelerate's own adds up
-            return replace_leaves(tensor, torch.clone, field="reduce")
+            return _replace_leaves(tensor, torch.clone, field="reduce")
         return super().reduce(tensor, reduction)
 
     @override
