@@ -172,19 +172,12 @@ class TrainerState:
         try:
             values = read_json(Path(json_path), dict)
         except OSError as error:
-            raise ConfigError(
-                f"The file cannot be read: {error.strerror}.",
-                field="json_path",
-                value=str(json_path),
-                remedy="Check the path.",
-            ) from None
+            what = f"The file cannot be read: {error.strerror}."
+            raise ConfigError(what, field="json_path", value=str(json_path), remedy="Check the path.") from None
         except ValueError as error:
-            raise DamagedError(
-                f"The file is not JSON: {error}.",
-                field="json_path",
-                value=str(json_path),
-                remedy="Resume from another checkpoint.",
-            ) from None
+            what = f"The file is not JSON: {error}."
+            remedy = "Resume from another checkpoint."
+            raise DamagedError(what, field="json_path", value=str(json_path), remedy=remedy) from None
         return cls.from_dict(values)
 
     def compute_steps(self, args: TrainingArguments, max_steps: int) -> None:
@@ -269,12 +262,9 @@ def collect_callback_states(callbacks: Iterable[Any]) -> dict[str, Any]:
     states: dict[str, Any] = {}
     for callback in callbacks:
         if not has_exportable_state(callback):
-            raise ConfigError(
-                "This callback has no state that can be saved.",
-                field="stateful_callbacks",
-                value=type(callback).__name__,
-                remedy="Let its class inherit ExportableState and implement state().",
-            )
+            what = "This callback has no state that can be saved."
+            remedy = "Let its class inherit ExportableState and implement state()."
+            raise ConfigError(what, field="stateful_callbacks", value=type(callback).__name__, remedy=remedy)
         name = type(callback).__name__
         if name not in states:
             states[name] = callback.state()

@@ -184,7 +184,5 @@ def _explain(error: Exception) -> TrainflowError:
         return ConfigError(what, field="prepare.runner", remedy=remedy)
     if "Failed to reach API" in str(error):
         return unreachable_api()
-    return InfrastructureError(
-        f"A worker of the cluster was lost: {type(error).__name__}: {first_line(error)}",
-        remedy="Look at the cluster's own log of that machine.",
-    )
+    what = f"A worker of the cluster was lost: {type(error).__name__}: {first_line(error)}"
+    return InfrastructureError(what, remedy="Look at the cluster's own log of that machine.")

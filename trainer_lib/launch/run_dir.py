@@ -322,10 +322,8 @@ def _sweep_one(path: Path, digest: str, grace_s: float, should_cancel: Callable[
     owner, leftover = read_process(path / "owner.pid"), RunDir(path)
     if owner is not None and is_alive(owner):
         if same_output and leftover.find_processes():
-            raise InfrastructureError(
-                f"Process {owner.pid} already writes this output.",
-                remedy="Wait for that process, or end it; then run the same command again.",
-            )
+            remedy = "Wait for that process, or end it; then run the same command again."
+            raise InfrastructureError(f"Process {owner.pid} already writes this output.", remedy=remedy)
         return
     if same_output:
         leftover.end_processes(grace_s, should_cancel)

@@ -134,20 +134,13 @@ def parse_objective(given: Any, wanted: int) -> list[float]:
 def json_values(given: Any, remedy: str) -> dict[str, Any]:
     """Parameters as JSON values. Raises ConfigError when they are not a mapping, or a value is not JSON."""
     if not isinstance(given, Mapping):
-        raise ConfigError(
-            "The function did not return a mapping of arguments to values.",
-            field="hp_space",
-            value=type(given).__name__,
-            remedy=remedy,
-        )
+        what = "The function did not return a mapping of arguments to values."
+        raise ConfigError(what, field="hp_space", value=type(given).__name__, remedy=remedy)
     try:
         values: dict[str, Any] = parse_json(json.dumps({str(name): _plain(value) for name, value in given.items()}))
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"The function returned a value that is not JSON: {error}.",
-            field="hp_space",
-            remedy="Return numbers, texts, lists or mappings.",
-        ) from error
+        what = f"The function returned a value that is not JSON: {error}."
+        raise ConfigError(what, field="hp_space", remedy="Return numbers, texts, lists or mappings.") from error
     return values
 
 

@@ -57,10 +57,8 @@ def best_run(trials: list[Any], direction: str) -> BestRun:
     summary = [_summary(trial) for trial in trials]
     unfinished = [run["run_id"] for run in summary if run["state"] == "running"]
     if unfinished:
-        raise Interrupted(
-            f"The search was stopped with {len(unfinished)} of {len(summary)} trials under way.",
-            remedy="What they saved is in their folders.",
-        )
+        what = f"The search was stopped with {len(unfinished)} of {len(summary)} trials under way."
+        raise Interrupted(what, remedy="What they saved is in their folders.")
     good = [run for run in summary if run["state"] != "fail"]
     if not good:
         raise _none_completed(trials)

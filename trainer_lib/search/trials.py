@@ -216,12 +216,9 @@ def create_backend(name: Any, runner: TrialRunner, settings: SearchSettings) -> 
         ray: RaySearch = _ray().RaySearch(runner, settings)
         return ray
     remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
-    raise ConfigError(
-        _WHY_NOT.get(wanted, "This backend does not exist."),
-        field="backend",
-        value=wanted,
-        remedy=remedy if wanted in _WHY_NOT else suggestion(wanted, list(HPSearchBackend)),
-    )
+    what = _WHY_NOT.get(wanted, "This backend does not exist.")
+    remedy = remedy if wanted in _WHY_NOT else suggestion(wanted, list(HPSearchBackend))
+    raise ConfigError(what, field="backend", value=wanted, remedy=remedy)
 
 
 def default_hp_space_ray(trial: Any) -> dict[str, Any]:

@@ -249,13 +249,11 @@ class DividedTokens:
     def _check_attention(self) -> None:
         layers = self._model.config.get_text_config().num_hidden_layers
         if self._attended < layers:
-            raise ConfigError(
+            what = (
                 f"{self._attended} of {layers} layers of {type(self._model).__name__} computed their attention through "
-                "transformers' attention interface: the others saw a part of the tokens.",
-                field=_FIELD,
-                value=self._size,
-                remedy=_REMEDY,
+                "transformers' attention interface: the others saw a part of the tokens."
             )
+            raise ConfigError(what, field=_FIELD, value=self._size, remedy=_REMEDY)
 
     # -- the attention ------------------------------------------------------------------------------------------------
 

@@ -234,14 +234,11 @@ class Attempts:
         limit = self._trainer.args.max_loss_spikes
         known = [earlier for earlier in run.spikes if earlier.after <= spike.after]
         if len(known) >= limit:
-            raise LossSpikeError(
-                f"The loss spiked at step {spike.step} ({spike.reason}), "
-                f"after {len(known)} rollbacks in this training.",
-                field="max_loss_spikes",
-                value=limit,
-                step=spike.step,
-                remedy="Lower learning_rate, clip gradients, check the data, or allow more rollbacks.",
+            what = (
+                f"The loss spiked at step {spike.step} ({spike.reason}), after {len(known)} rollbacks in this training."
             )
+            remedy = "Lower learning_rate, clip gradients, check the data, or allow more rollbacks."
+            raise LossSpikeError(what, field="max_loss_spikes", value=limit, step=spike.step, remedy=remedy)
         # Records up to the checkpoint are in it.
         self._spikes = [*(earlier for earlier in known if earlier.after == spike.after), spike]
         if self._trainer.is_world_process_zero():

@@ -155,12 +155,9 @@ class OutsideParameters:
             saved = tensors.get(name)
             if saved is None or saved.shape != own.shape:
                 what = "lacks" if saved is None else "has another shape for"
-                raise ConfigError(
-                    f"The checkpoint {what} {name.removeprefix(_PREFIX)}, which is trained outside of the model.",
-                    field="resume_from_checkpoint",
-                    value=url,
-                    remedy="Train with the loss that the checkpoint was written with, or start from the beginning.",
-                )
+                what = f"The checkpoint {what} {name.removeprefix(_PREFIX)}, which is trained outside of the model."
+                remedy = "Train with the loss that the checkpoint was written with, or start from the beginning."
+                raise ConfigError(what, field="resume_from_checkpoint", value=url, remedy=remedy)
             own.copy_(saved)
 
 

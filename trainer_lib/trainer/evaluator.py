@@ -135,11 +135,10 @@ class Evaluator:
 def _refuse_own_gathering(gather: Any) -> None:
     """Raise ConfigError for a function that this loop would not call; those of the accelerator do what it does."""
     if getattr(getattr(gather, "func", gather), "__name__", None) not in ("gather", "gather_for_metrics"):
+        what = "The evaluation loop gathers predictions by itself, so this function would not be called."
+        remedy = "Set it to accelerator.gather or accelerator.gather_for_metrics, or override evaluation_loop."
         raise ConfigError(
-            "The evaluation loop gathers predictions by itself, so this function would not be called.",
-            field="gather_function",
-            value=getattr(gather, "__name__", type(gather).__name__),
-            remedy="Set it to accelerator.gather or accelerator.gather_for_metrics, or override evaluation_loop.",
+            what, field="gather_function", value=getattr(gather, "__name__", type(gather).__name__), remedy=remedy
         )
 
 
@@ -227,11 +226,10 @@ class EvaluationMethods(DataMethods):
         except Exception as error:
             if isinstance(error, TrainflowError) or not is_out_of_memory(error):
                 raise
+            what = f"Memory ran out in the evaluation: {first_line(error)}"
+            remedy = "Lower it, or set eval_accumulation_steps where predictions are kept."
             raise OutOfMemoryError(
-                f"Memory ran out in the evaluation: {first_line(error)}",
-                field="per_device_eval_batch_size",
-                value=self.args.per_device_eval_batch_size,
-                remedy="Lower it, or set eval_accumulation_steps where predictions are kept.",
+                what, field="per_device_eval_batch_size", value=self.args.per_device_eval_batch_size, remedy=remedy
             ) from error
         finally:
             if restore is not None:

@@ -481,9 +481,7 @@ def check_installed(kind: str) -> None:
     """Raises MissingExtraError where the package that brings this launcher is not installed."""
     package = _LAUNCHERS.get(kind)
     if package is not None and importlib.util.find_spec(package) is None:
+        what = f"This launcher belongs to the package {package}, which is not installed."
         raise MissingExtraError(
-            f"This launcher belongs to the package {package}, which is not installed.",
-            extra="deepspeed" if package == "deepspeed" else "torch",
-            field="train.launch.kind",
-            value=kind,
+            what, extra="deepspeed" if package == "deepspeed" else "torch", field="train.launch.kind", value=kind
         )

@@ -317,12 +317,10 @@ class FsdpStrategy(Strategy):
             held = len(parameter.to_local()) if isinstance(parameter, DTensor) else -1
             # Equal pieces, rounded up: the last ranks may hold fewer rows, or none.
             if not 0 <= held <= -(-len(parameter) // shards):
+                what = f"The parameter {name} is not sharded over {shards} processes, as {self.settings.mode} promises."
+                remedy = "Report this: torch's fully_shard left the parameter as it was."
                 raise InfrastructureError(
-                    f"The parameter {name} is not sharded over {shards} processes, as {self.settings.mode} promises.",
-                    field="fsdp",
-                    value=self.settings.mode,
-                    rank=self.comm.rank,
-                    remedy="Report this: torch's fully_shard left the parameter as it was.",
+                    what, field="fsdp", value=self.settings.mode, rank=self.comm.rank, remedy=remedy
                 )
 
     @override

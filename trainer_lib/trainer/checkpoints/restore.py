@@ -277,13 +277,12 @@ class Restore:
         saved = TrainerState.from_dict(loaded.trainer_state)
         if not loaded.has_optimizer or loaded.scheduler is None:
             if self._is_automatic:
-                raise ConfigError(
+                what = (
                     "The checkpoint holds only a model (save_only_model), so a resumed run would differ from a whole "
-                    "one.",
-                    field=_FIELD,
-                    value=loaded.url,
-                    remedy="Give True or its URL to resume with a new optimizer, or resume from a whole checkpoint.",
+                    "one."
                 )
+                remedy = "Give True or its URL to resume with a new optimizer, or resume from a whole checkpoint."
+                raise ConfigError(what, field=_FIELD, value=loaded.url, remedy=remedy)
             _log.warning(
                 "%s holds only a model (save_only_model): optimizer, loss scale and random numbers begin again at step "
                 "%d.",
@@ -443,11 +442,10 @@ class Restore:
         for attribute, value in state.get("attributes", {}).items():
             # A file from elsewhere must not replace a method.
             if attribute.startswith("__") or callable(getattr(type(callback), attribute, None)):
+                what = "The attribute is not part of a callback's state."
+                remedy = "The checkpoint was made by something else: resume from another."
                 raise DamagedError(
-                    "The attribute is not part of a callback's state.",
-                    field=f"trainer_state.json: {type(callback).__name__}",
-                    value=attribute,
-                    remedy="The checkpoint was made by something else: resume from another.",
+                    what, field=f"trainer_state.json: {type(callback).__name__}", value=attribute, remedy=remedy
                 )
             setattr(callback, attribute, value)
 

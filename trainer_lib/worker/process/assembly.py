@@ -94,12 +94,8 @@ def require_module(model: Any, work: Work[Any], function: str, *, field: str, re
     """The model that the user's `function` has built. Raises ConfigError, about `field`, for what is not a module."""
     if isinstance(model, nn.Module):
         return model
-    raise ConfigError(
-        f"The function {function}() must return a torch.nn.Module, and returned {kind_of(model)}.",
-        field=field,
-        value=str(work.recipe.path),
-        remedy=remedy,
-    )
+    what = f"The function {function}() must return a torch.nn.Module, and returned {kind_of(model)}."
+    raise ConfigError(what, field=field, value=str(work.recipe.path), remedy=remedy)
 
 
 def build_trainer(
