@@ -27,10 +27,19 @@ from trainer_lib.arguments.fields import (
     weights,
 )
 
+# The types of fields that take several; see `Accepts`.
 if TYPE_CHECKING:
     _Checkpoint = bool | str | None
+    _Float8 = Any  # a name, a truth value, or accelerate's AORecipeKwargs
+    _Counting = str | bool
+    _Space = str | Literal[False] | None
+    _Sharding = str | bool | list[str] | None
 else:
     _Checkpoint = Annotated[str | None, Accepts(bool | str | None)]
+    _Float8 = Annotated[str | None, Accepts(str | bool | None)]
+    _Counting = Annotated[str, Accepts(str | bool)]
+    _Space = Annotated[str | None, Accepts(str | Literal[False] | None)]
+    _Sharding = Annotated[str | None, Accepts(str | bool | list[str] | None)]
 
 
 @dataclass
@@ -198,12 +207,6 @@ class OptimisationArguments:
     )
 
 
-if TYPE_CHECKING:
-    _Float8 = Any  # a name, a truth value, or accelerate's AORecipeKwargs
-else:
-    _Float8 = Annotated[str | None, Accepts(str | bool | None)]
-
-
 @dataclass
 class PrecisionArguments:
     """Number formats, memory savings, compilation, kernels."""
@@ -335,14 +338,6 @@ class EvaluationArguments:
 LOG_LEVELS = ("detail", "debug", "info", "warning", "error", "critical", "passive")
 
 
-if TYPE_CHECKING:
-    _Counting = str | bool
-    _Space = str | Literal[False] | None
-else:
-    _Counting = Annotated[str, Accepts(str | bool)]
-    _Space = Annotated[str | None, Accepts(str | Literal[False] | None)]
-
-
 @dataclass
 class LoggingArguments:
     """Arguments of reporting: how often, how much, and to which trackers."""
@@ -450,12 +445,6 @@ class HubArguments:
         False, "Push even while an earlier push is under way; otherwise that save is not pushed."
     )
     hub_revision: str | None = nothing(None, "Branch, tag or commit to push to; the main branch when not given.")
-
-
-if TYPE_CHECKING:
-    _Sharding = str | bool | list[str] | None
-else:
-    _Sharding = Annotated[str | None, Accepts(str | bool | list[str] | None)]
 
 
 @dataclass
