@@ -21,7 +21,8 @@ from tests.support.repository import ROOT
 
 # --------------------------------------------------------------------------------- seen from outside, by another pytest
 def _pytest(folder: Path, source: str, **env: str) -> tuple[int, str]:
-    (folder / "test_it.py").write_text("import os, warnings\nimport pytest\n" + source)
+    imports = "import os, warnings\nimport pytest\nfrom tests.support import police\npolice.SETTLE_S = 0.2\n"
+    (folder / "test_it.py").write_text(imports + source)
     command = [sys.executable, "-m", "pytest", "-p", "tests.conftest", "-p", "no:cacheprovider", "-c", "pyproject.toml"]
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder), **env}
     words = [*command, str(folder / "test_it.py")]

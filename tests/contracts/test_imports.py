@@ -88,12 +88,6 @@ def test_a_package_that_is_brought_is_named_with_its_module() -> None:
     }
 
 
-def test_import_linter_contracts_hold() -> None:
-    command = [str(Path(sys.executable).with_name("lint-imports")), "--no-cache"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout
-
-
 def test_every_folder_of_modules_is_a_package_that_the_wheel_holds() -> None:
     assert {path.parent for path in repository.sources()} == {
         path.parent for path in repository.sources() if path.stem == "__init__"
