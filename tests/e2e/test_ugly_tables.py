@@ -87,31 +87,12 @@ def _ticket(row: int) -> str:
     return f'T-{row},"<p>Hello no. {row},\nI {words[row % 3]} &amp; {row * 7919 % 97} more<br/></p>",{row % 3 + 1}'
 
 
-def _log(row: int) -> str:
-    zone = ("+00:00", "+05:30", "-08:00")[row % 3]
-    failed = "true" if row % 5 == 0 else "false"
-    return f"2024-03-{1 + row % 28:02}T{row % 24:02}:00:00{zone},/api/{row % 4},{10 + row % 40},{failed}"
-
-
-def _frame(row: int) -> str:
-    return f"{row},{row % 5},{'' if row % 8 == 1 else f'{row % 3}.0'},{'ab'[row % 2]}"
-
-
 def _sale(row: int) -> str:
     return f"{row % 7},{('a', 'b', 'c')[row % 3]},{'yes' if row % 2 else 'no'}"
 
 
 def _price(row: int) -> str:
     return f'{row:05};{10115 + row % 9};{50 + row % 40};"{1 + row % 4}.{100 + row},50 €"'
-
-
-def _pretty(folder: Path) -> str:
-    rows = [
-        {"text": f"It is {('good', 'bad')[row % 2]} {row}", "stars": row % 2, "by": {"name": "x"}, "seen": row % 4}
-        for row in range(ROWS)
-    ]
-    (folder / "reviews.json").write_text(json.dumps(rows, indent=2))
-    return str(folder / "reviews.json")
 
 
 def _partitions(folder: Path) -> str:
@@ -181,27 +162,7 @@ CASES: dict[str, Ugly] = {
         new={"ticket": "x", "body": "<p>Hello</p>"},
         ids=r"T-\d+",
     ),
-    "log of three zones": Ugly(
-        _file("access.log.csv", "when,path,ms,failed", _log),
-        "accuracy_over_majority",
-        words=("dates: {when: null}", "split: {by: time, column: when}"),
-        settings=("prepare.options.split={by: time, column: when}",),
-        new={"when": "2024-04-01T00:00:00Z", "path": "/api/1", "ms": 5},
-    ),
     "images with hidden files": Ugly(_images, "accuracy_over_majority", words=("dark (15), light (15)",)),
-    "pandas with its index": Ugly(
-        _file("frame.csv", ",x,y,label", _frame),
-        "accuracy_over_majority",
-        words=('ignore: [""]', "missing: mean"),
-        new={"": 7, "x": 1, "y": ""},
-    ),
-    "pretty JSON": Ugly(
-        _pretty,
-        "accuracy_over_majority",
-        label="stars",
-        words=("Column by has lists or objects",),
-        new={"text": "x", "seen": 1},
-    ),
     "packed partitions": Ugly(
         _partitions,
         "accuracy_over_majority",

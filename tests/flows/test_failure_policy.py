@@ -18,7 +18,6 @@ from tests.support.runs import broken, ran, reason, run, spec_of
 from tests.support.s3 import S3Server
 from trainer_lib.errors import (
     CodeError,
-    ConfigError,
     DataError,
     GateError,
     NonFiniteError,
@@ -283,23 +282,6 @@ def test_no_choice_of_stages_goes_around_a_gate(folder: Path) -> None:
         assert run(folder, PASSED, **how).ok
     assert isinstance(run(folder, MISSED, "publish.enabled=false").error, GateError)
     assert run(folder, MISSED, only="predict").ok, "no gate guards it"
-
-
-@pytest.mark.parametrize(
-    ("overrides", "field"),
-    [
-        ((PASSED, "evaluate.enabled=false"), "evaluate.enabled"),
-        (("evaluate.require.accuracy=> 0.5",), "evaluate.require.accuracy"),
-        (("evaluate.require.tets_error=> 0.5",), "evaluate.require.tets_error"),
-    ],
-)
-def test_what_no_evaluation_could_pass_is_refused_before_anything_runs(
-    folder: Path, overrides: tuple[str, ...], field: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        spec_of(folder, *overrides)
-    assert caught.value.field == field
-    assert caught.value.remedy
 
 
 def test_why_says_that_the_gate_will_hold_back(folder: Path) -> None:

@@ -180,8 +180,6 @@ def test_a_run_that_is_removed_cannot_be_tagged_and_a_tagged_one_is_not_removed(
 
 
 # -- names ------------------------------------------------------------------------------------------------------------
-
-
 def test_two_commands_at_once_get_two_names(tmp_path: Path) -> None:
     start = threading.Barrier(8)
 
@@ -213,8 +211,6 @@ def test_a_name_holds_no_path_no_launch_and_no_secret(tmp_path: Path) -> None:
 
 
 # -- details and differences ------------------------------------------------------------------------------------------
-
-
 def test_a_comparison_names_only_what_differs(tmp_path: Path) -> None:
     storage, details = str(tmp_path), []
     for day, (seed, rate) in enumerate((("one", 0.1), ("two", 0.2)), start=1):
@@ -250,8 +246,6 @@ def test_a_stage_that_was_found_committed_keeps_the_time_that_it_took_and_metric
 
 
 # -- logs -------------------------------------------------------------------------------------------------------------
-
-
 def test_a_torn_line_is_left_out_until_it_is_whole(tmp_path: Path) -> None:
     record_run(str(tmp_path), "a" * 16, day=1)
     path = tmp_path / "runs" / ("a" * 16) / "logs" / "train" / "0001-001.jsonl"
@@ -280,8 +274,6 @@ def test_attempts_are_listed_with_their_errors(tmp_path: Path) -> None:
 
 
 # -- filters and progress ---------------------------------------------------------------------------------------------
-
-
 def test_conditions_and_orders_are_read_or_refused(tmp_path: Path) -> None:
     nightly(str(tmp_path), 3)
     record_run(str(tmp_path), "f" * 16, day=4)

@@ -28,7 +28,6 @@ from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome, read_training_history
 from trainflow.flows.reports import prefect_artifacts as _artifacts
-from trainflow.flows.reports import prefect_artifacts as _live
 from trainflow.flows.reports import run_tracking
 from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import describe_conversations, describe_data
@@ -167,11 +166,11 @@ def live_result(**more: Any) -> PipelineResult:
 
 
 def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_live, "EVERY_S", 0.05)
+    monkeypatch.setattr(_artifacts, "EVERY_S", 0.05)
     plan = Plan.of(load_spec(project(tmp_path / "project"), ["train.args.learning_rate=0.125"]))
     folder = Store.open(tmp_path / "run")
     page = tmp_path / "run" / REPORT
-    with _live.live_report(plan, PipelineResult("toy", "k" * 64, plan.spec.storage), folder):
+    with _artifacts.live_report(plan, PipelineResult("toy", "k" * 64, plan.spec.storage), folder):
         publish({"event": "stage", "stage": "prepare-data", "status": "cached", "reason": "committed"})
         time.sleep(0.2)
         assert not page.exists(), "a run that changes nothing leaves the report alone"
@@ -406,12 +405,8 @@ def test_conversations_are_shown_with_what_is_trained_marked(tmp_path: Path) -> 
     reasons: Any = SimpleNamespace(reasons={"prepare-data": SimpleNamespace(manifest=prepared)})
     full: Any = FullPlan(reasons, cast("Any", None), ())
     lines = [line.plain for line in execution._data(full)]
-    assert lines[:4] == [
-        f"  data         {SUMMARY}",
-        "  trained      chats.jsonl, row 0",
-        "    user: <b>one?",
-        "    ⟦1⟧",
-    ]
+    trained = ["  trained      chats.jsonl, row 0", "    user: <b>one?", "    ⟦1⟧"]
+    assert lines[:4] == [f"  data         {SUMMARY}", *trained]
     assert lines[-1] == "    and 9 more lines"
 
 

@@ -97,7 +97,7 @@ def test_only_a_server_that_stopped_answering_is_killed(
     looks = iter(answers)
     kills: list[None] = []
     described = {"url": "http://127.0.0.1:1"}
-    for name, value in [("start_if_absent", False), ("description", described), ("server_pid", 1), ("_kill", None)]:
+    for name, value in [("start_if_absent", False), ("description", described), ("server_pid", 1)]:
         monkeypatch.setattr(member, name, lambda value=value: value)
     monkeypatch.setattr(member, "_kill", lambda: kills.append(None))
     left = SimpleNamespace(wait=lambda _: (look := next(looks, None)) is None or now.update(look=look), is_set=bool)
@@ -208,10 +208,7 @@ DAILY, WEEKLY = "0 3 * * *", "FREQ=WEEKLY;BYDAY=MO,TH;BYHOUR=3;BYMINUTE=0;BYSECO
 @pytest.mark.parametrize(
     ("given", "dates"),
     [
-        (
-            {"cron": "0 3 * * *", "timezone": "Europe/Berlin"},
-            "Mon 2026-11-23 03:00:00 CET, Tue 2026-11-24 03:00:00 CET",
-        ),
+        ({"cron": DAILY, "timezone": "Europe/Berlin"}, "Mon 2026-11-23 03:00:00 CET, Tue 2026-11-24 03:00:00 CET"),
         ({"rrule": WEEKLY}, "Mon 2026-11-23 03:00:00 UTC, Thu 2026-11-26 03:00:00 UTC"),
         ({"interval_s": 3600, "anchor": NOON}, "Sun 2026-11-22 12:00:00 UTC, Sun 2026-11-22 13:00:00 UTC"),
     ],
@@ -226,14 +223,14 @@ def test_the_next_firings_are_known_before_the_server_is(given: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "field", "words"),
     [
-        ({"cron": "0 3 * * *", "interval_s": 5.0}, "--interval", "one of --cron and --interval"),
-        ({"cron": "0 3 * * *", "rrule": "FREQ=DAILY"}, "--rrule", "one of --cron and --rrule"),
+        ({"cron": DAILY, "interval_s": 5.0}, "--interval", "one of --cron and --interval"),
+        ({"cron": DAILY, "rrule": "FREQ=DAILY"}, "--rrule", "one of --cron and --rrule"),
         ({"cron": "3 o'clock"}, "--cron", "cron's notation"),
         ({"cron": "0 0 31 2 *"}, "--cron", "No run would ever start"),
         ({"rrule": "FREQ=SOMETIMES"}, "--rrule", "not a recurrence rule"),
         ({"rrule": "daily"}, "--rrule", "not a recurrence rule"),
         ({"rrule": "DTSTART:20200101T000000\nRRULE:FREQ=DAILY;COUNT=2"}, "--rrule", "No run would ever start"),
-        ({"cron": "0 3 * * *", "timezone": "Europe/Berln"}, "--timezone", "time zone does not exist"),
+        ({"cron": DAILY, "timezone": "Europe/Berln"}, "--timezone", "time zone does not exist"),
         ({"timezone": "../etc/passwd"}, "--timezone", "time zone does not exist"),
     ],
 )

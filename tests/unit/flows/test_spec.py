@@ -24,17 +24,8 @@ from trainflow.flows.spec.spec import (
 )
 from trainflow.flows.spec.spec_file import read_spec_file
 
-ADDRESSES = [
-    "hf://name",
-    "hf:///name",
-    "hf://a/b/c",
-    "hf:/a/b",
-    "hf:a/b",
-    "HF://a/b",
-    "hf://a--b/c",
-    "hf://a/b.git",
-    "hf://a/b@",
-]
+PLACES = ("//name", "///name", "//a/b/c", "/a/b", "a/b", "//a--b/c", "//a/b.git", "//a/b@")
+ADDRESSES = [*(f"hf:{place}" for place in PLACES), "HF://a/b"]
 
 
 @pytest.fixture
@@ -84,13 +75,12 @@ def test_paths_in_the_file_start_from_its_folder_and_overridden_ones_from_the_wo
     assert parse_spec(spec.model_dump(mode="json")) == spec, "a resolved spec can be written and read again"
 
 
-@pytest.mark.parametrize("section", ["prepare", "train", "evaluate", "predict"])
-def test_a_recipe_of_its_own_starts_from_the_folder_of_the_file(spec_file: Path, section: str) -> None:
+def test_a_recipe_of_its_own_starts_from_the_folder_of_the_file(spec_file: Path) -> None:
     (spec_file.parent / "own.py").write_text((spec_file.parent / "recipe.py").read_text())
-    raw = read_spec_file(spec_file)[0]
-    raw.setdefault(section, {})["recipe"] = "own.py"
-    spec_file.write_text(json.dumps(raw))
-    assert getattr(load_spec(spec_file), section).recipe == str(spec_file.parent / "own.py")
+    raw, sections = read_spec_file(spec_file)[0], ("prepare", "train", "evaluate", "predict")
+    spec_file.write_text(json.dumps({**raw, **{name: {**raw.get(name, {}), "recipe": "own.py"} for name in sections}}))
+    spec, own = load_spec(spec_file), str(spec_file.parent / "own.py")
+    assert {name: getattr(spec, name).recipe for name in sections} == dict.fromkeys(sections, own)
 
 
 def test_every_path_of_a_section_starts_from_the_folder_of_the_file() -> None:
@@ -115,25 +105,12 @@ def test_a_file_that_an_argument_names_lies_beside_the_spec_and_is_checked_like_
     assert load_spec(spec_file).train.args["deepspeed"] == str(file)
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("1e-3", 1e-3),
-        ("5", 5),
-        ("true", True),
-        ("no", "no"),
-        ("null", None),
-        ("", None),
-        ("#fff", "#fff"),
-        ("a: b", "a: b"),
-        ('"5"', "5"),
-        ("[1, 2e-1, x]", [1, 0.2, "x"]),
-        ('{"a": {"b": 1}}', {"a": {"b": 1}}),
-        ("2026-01-01", "2026-01-01"),
-    ],
-)
-def test_an_override_is_a_yaml_scalar_or_json(spec_file: Path, text: str, value: object) -> None:
-    assert load_spec(spec_file, [f"train.model.x={text}"]).train.model == {"x": value}
+def test_an_override_is_a_yaml_scalar_or_json(spec_file: Path) -> None:
+    texts = {"1e-3": 1e-3, "5": 5, "true": True, "no": "no", "null": None, "": None, "#fff": "#fff", "a: b": "a: b"}
+    texts |= {'"5"': "5", "[1, 2e-1, x]": [1, 0.2, "x"], '{"a": {"b": 1}}': {"a": {"b": 1}}, "2026-01-01": "2026-01-01"}
+    for text, value in texts.items():
+        found = load_spec(spec_file, [f"train.model.x={text}"]).train.model
+        assert (found, type(found["x"])) == ({"x": value}, type(value)), text
 
 
 def test_the_file_follows_yaml_1_2(spec_file: Path) -> None:
@@ -185,6 +162,9 @@ def test_json_specs_are_read(spec_file: Path) -> None:
         ("train.args.accelerator_config=nowhere.yaml", "train.args.accelerator_config", "No such file"),
         ("train.args.deepspeed=~no-such-user/zero.json", "train.args.deepspeed", "No such file"),
         ("train.model=[1,", "train.model", "This is not a value"),
+        ("evaluate={enabled: false, require: {test_error: '< 100'}}", "evaluate.enabled", "push-to-hub waits"),
+        ("evaluate.require.accuracy=> 0.5", "evaluate.require.accuracy", "test_"),
+        ("evaluate.require.tets_error=> 0.5", "evaluate.require.tets_error", "test_error"),
         *((f"publish.to={address}", "publish.to", address) for address in ADDRESSES),
     ],
 )
@@ -271,7 +251,9 @@ def test_a_secret_is_refused_without_being_repeated(spec_file: Path, override: s
     secret = "pass123" if not variable else override.rpartition("=")[2].rpartition(": ")[2].rstrip("}")
     assert variable in str(error)
     assert secret not in str(error)
-    # Words that only look like secrets are accepted.
+
+
+def test_words_that_only_look_like_secrets_are_accepted(spec_file: Path) -> None:
     spec = load_spec(spec_file, ["train.model.pad_token=<pad>", "train.model.num_tokens=5", "train.model.secret=null"])
     assert spec.train.model["pad_token"] == "<pad>"
 
@@ -375,8 +357,11 @@ def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: P
     assert predict.launch is not None and predict.launch.kind == "in_process"
 
 
-def test_a_spec_that_prefect_would_refuse_travels_as_a_file_with_its_digest(spec_file: Path) -> None:
-    spec = load_spec(spec_file, [f"prepare.options={json.dumps({'words': 'word ' * 100_000})}"])
+def test_a_spec_that_prefect_would_refuse_travels_as_a_file_with_its_digest(
+    spec_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainflow.flows.spec.spec._PARAMETER_BYTES", 5000)  # test_pipeline.py has such a spec
+    spec = load_spec(spec_file, [f"prepare.options={json.dumps({'words': 'word ' * 1000})}"])
     parameter = spec_parameter(spec)
     assert len(json.dumps(parameter)) < 1000
     assert parse_spec(parameter) == spec

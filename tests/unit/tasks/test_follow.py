@@ -161,10 +161,7 @@ def test_the_best_that_is_gone_is_followed_by_the_best_that_is_there(project: Fo
 
 @pytest.mark.parametrize(
     ("config", "field"),
-    [
-        ({}, "train.eval_split"),
-        ({"eval_split": "test", "args": {"optim": "schedule_free_adamw"}}, "train.args.optim"),
-    ],
+    [({}, "train.eval_split"), ({"eval_split": "test", "args": {"optim": "schedule_free_adamw"}}, "train.args.optim")],
 )
 def test_what_cannot_be_followed_is_refused_first(config: dict[str, Any], field: str, project: FollowedStage) -> None:
     with pytest.raises(ConfigError) as error:

@@ -201,51 +201,35 @@ def test_the_plan_names_the_age_and_data_that_come_out_the_same_change_nothing_b
     assert plan_of(tmp_path, clock.now).pipeline_key == stale.pipeline_key
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds", "written"),
-    [
-        ("1d", 86_400, "1 d"),
-        ("12h", 43_200, "12 h"),
-        ("1d 6h", 108_000, "1 d 6 h"),
-        ("90s", 90, "1 min 30 s"),
-        ("30m", 1800, "30 min"),
-        ("30 min", 1800, "30 min"),
-        ("2w", 1_209_600, "14 d"),
-        ("1.5h", 5400, "1 h 30 min"),
-        ("45", 45, "45 s"),
-        (3600, 3600, "1 h"),
-        ("P1D", 86_400, "1 d"),
-        ("01:30:00", 5400, "1 h 30 min"),
-        (0.5, 0.5, "0.5 s"),
-        (90_061, 90_061, "1 d 1 h 1 min 1 s"),
-    ],
-)
-def test_durations_are_read_and_written_as_people_do(text: Any, seconds: float, written: str) -> None:
-    spec = parse_spec({"name": "n", "recipe": "r.py", "refresh": {"prepare": text}})
-    assert spec.refresh["prepare"].total_seconds() == seconds
-    assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json")))).refresh == spec.refresh
-    assert describe(timedelta(seconds=seconds)) == written
+# What is written -> the seconds that it means, and how these are shown.
+DURATIONS: dict[Any, tuple[float, str]] = {
+    "1d": (86_400, "1 d"), "12h": (43_200, "12 h"), "1d 6h": (108_000, "1 d 6 h"), "90s": (90, "1 min 30 s"),
+    "30m": (1800, "30 min"), "30 min": (1800, "30 min"), "2w": (1_209_600, "14 d"), "1.5h": (5400, "1 h 30 min"),
+    "45": (45, "45 s"), 3600: (3600, "1 h"), "P1D": (86_400, "1 d"), "01:30:00": (5400, "1 h 30 min"),
+    0.5: (0.5, "0.5 s"), 90_061: (90_061, "1 d 1 h 1 min 1 s"),
+}  # fmt: skip
+
+
+def test_durations_are_read_and_written_as_people_do() -> None:
+    for text, (seconds, written) in DURATIONS.items():
+        spec = parse_spec({"name": "n", "recipe": "r.py", "refresh": {"prepare": text}})
+        assert spec.refresh["prepare"].total_seconds() == seconds, text
+        assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json")))).refresh == spec.refresh, text
+        assert describe(timedelta(seconds=seconds)) == written, text
 
 
 NO_DURATIONS = ["1 fortnight", "soon", "", True, [1], None, ".nan"]
+NOT_POSITIVE, NOT_FINITE = "The duration must be above zero.", "The duration must be finite."
 
 
-@pytest.mark.parametrize(
-    ("value", "problem"),
-    [
-        *((value, "This is not a duration.") for value in NO_DURATIONS),
-        ("-1d", "The duration must be above zero."),
-        (0, "The duration must be above zero."),
-        (float("nan"), "The duration must be finite."),
-        ("1e400", "The duration must be finite."),
-        ("1000000d", "The duration must be below a hundred years."),
-    ],
-)
-def test_what_is_not_a_duration_is_refused_in_words(value: Any, problem: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        parse_spec({"name": "n", "recipe": "r.py", "refresh": {"prepare": value}})
-    assert (refused.value.message, refused.value.field) == (problem, "refresh.prepare")
-    assert "1d" in str(refused.value.remedy)
+def test_what_is_not_a_duration_is_refused_in_words() -> None:
+    rows: list[tuple[Any, str]] = [(value, "This is not a duration.") for value in NO_DURATIONS]
+    rows += [("-1d", NOT_POSITIVE), (0, NOT_POSITIVE), (float("nan"), NOT_FINITE), ("1e400", NOT_FINITE)]
+    for value, problem in (*rows, ("1000000d", "The duration must be below a hundred years.")):
+        with pytest.raises(ConfigError) as refused:
+            parse_spec({"name": "n", "recipe": "r.py", "refresh": {"prepare": value}})
+        assert (refused.value.message, refused.value.field) == (problem, "refresh.prepare"), value
+        assert "1d" in str(refused.value.remedy), value
 
 
 def test_ages_are_those_of_stages_by_either_name(tmp_path: Path) -> None:

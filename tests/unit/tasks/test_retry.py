@@ -32,14 +32,7 @@ from trainflow.tasks.stage.retry import (
     should_retry,
 )
 
-RETRIED = {
-    "StorageError",
-    "StoreUnreachableError",
-    "InfrastructureError",
-    "HangError",
-    "OutOfMemoryError",
-    "Preempted",
-}
+RETRIED = {"StorageError", "StoreUnreachableError", "InfrastructureError", "HangError", "OutOfMemoryError", "Preempted"}
 
 
 STORAGE, AWAY, FULL = errors.StorageError("x"), errors.StoreUnreachableError("x"), errors.OutOfMemoryError("x")
