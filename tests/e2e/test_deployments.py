@@ -22,6 +22,7 @@ from tests.support.prefect_home import make_home
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
+from tests.support.sweeps import SLOW_RECIPE
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER
@@ -32,7 +33,6 @@ from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 
 # prepare and train: what a schedule has to show, in the least time.
 SHORT = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false", "tracking.enabled=false")
-SLOW_RECIPE = toy.RECIPE.replace("y = self.linear(", "import time; time.sleep(0.1); y = self.linear(")
 ENDLESS = (*SHORT, "train.args.max_steps=5000", "train.args.save_steps=5000")
 
 
@@ -71,8 +71,6 @@ def has_begun(store: Path) -> bool:
 
 
 # --------------------------------------------------------------------------------------------------------------- serve
-
-
 def test_a_served_schedule_fires_and_trains_and_a_killed_serve_leaves_no_run_behind(
     tmp_path: Path, prefect_database: Path
 ) -> None:
@@ -248,8 +246,6 @@ def test_the_example_file_deploys_the_digits_every_night(server: Server) -> None
 
 
 # -- what an earlier serve of the same name left ----------------------------------------------------------------------
-
-
 def test_plans_of_a_serve_that_died_are_forgotten(tmp_path: Path, prefect_database: Path) -> None:
     toy.project(tmp_path / "project")
     make_home(tmp_path / "prefect", prefect_database)

@@ -298,8 +298,6 @@ def test_labels_of_a_run_are_written_again_until_they_are_there(monkeypatch: pyt
 
 
 # -- a signal after the last stage ------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_after_the_last_commit_does_not_undo_the_run(
     folder: Path, number: int, monkeypatch: pytest.MonkeyPatch

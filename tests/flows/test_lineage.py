@@ -52,8 +52,6 @@ def _flip(path: Path, at: bytes = b"") -> None:
 
 
 # -- the chain --------------------------------------------------------------------------------------------------------
-
-
 def test_every_link_leads_to_the_same_chain(folder: Path) -> None:
     store, recorded, published = folder / "store", run_of(folder), publication_of(folder)
     record = json.loads((recorded / "run.json").read_text())
@@ -126,8 +124,6 @@ def _models(uri: str) -> list[Any]:
 
 
 # -- verify -----------------------------------------------------------------------------------------------------------
-
-
 def test_an_intact_chain_holds_at_every_link(folder: Path) -> None:
     checks = _checked(run_of(folder))
     assert list(checks) == [*STAGES[:2], *CHECKPOINTS, *STAGES[2:], "publication", "run", "MLflow run"]
@@ -303,8 +299,6 @@ def test_a_publication_on_the_hub_is_verified_by_its_bytes(
 
 
 # -- bad input --------------------------------------------------------------------------------------------------------
-
-
 def test_an_address_that_leads_nowhere_is_bad_input(folder: Path, tmp_path: Path, cli: Cli) -> None:
     for address, words in (
         (str(tmp_path / "nothing"), "There is no lineage"),

@@ -247,12 +247,8 @@ def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:
         run.finish("FINISHED")
         assert "mlflow" in sys.modules and "torch" not in sys.modules
     """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "storage")],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "storage")]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
     [run] = runs(f"sqlite:///{tmp_path}/storage/mlflow.db")
     assert run.info.status == "FINISHED"

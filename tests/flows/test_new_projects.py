@@ -86,30 +86,12 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
 
 @pytest.mark.usefixtures("prefect_server")
 def test_an_example_learns_to_answer_and_then_to_prefer_right_answers(tmp_path: Path) -> None:
-    short = (
-        "train.args.max_steps=3",
-        "train.args.warmup_steps=0",
-        "train.args.eval_strategy=no",
-        "train.eval_split=null",
-        "evaluate.require={}",
-    )
+    short = (*SMALL[1:4], "train.args.warmup_steps=0", "evaluate.require={}")
     learn = runpy.run_path(str(ROOT / "examples" / "conversations" / "learn.py"))
     right = learn["train"](tmp_path, *IN_PROCESS, *short, "evaluate.splits=[test]")
     assert [name for name in right if len(right[name]) > 500] == ["fine-tuned", "then preferred", "gain"]
     assert len(list(tmp_path.glob("store/hub/library-*/revisions/*/model.safetensors"))) == 2
     remove_fetched_code()
-
-
-@pytest.mark.usefixtures("prefect_server")
-def test_layers_of_an_example_are_divided_over_four_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_lib.launch.settings.config.num_cores", lambda: 4)
-    few = ("train.args.max_steps=4", "train.args.save_steps=2")
-    spec = load_spec(ROOT / "examples" / "language_model" / "layout.yaml", (f"storage={tmp_path}", IN_PROCESS[0], *few))
-    run_pipeline(spec).raise_for_error()
-    index = json.loads(min(tmp_path.glob("stages/train/**/shards.json")).read_text())
-    offsets = [offset for tensor in index["tensors"].values() for _, offset, *_ in tensor["blocks"]]
-    assert any(len(offset) == 2 and all(offset) for offset in offsets), "blocks of two dimensions"
-    assert list(tmp_path.glob("hub/*/revisions/*/model.safetensors"))
 
 
 KERAS = """

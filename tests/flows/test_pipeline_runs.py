@@ -21,17 +21,7 @@ from prefect.states import Cancelling
 
 from tests.support.command import trainflow
 from tests.support.mlflow_store import client, fresh_store, points, runs
-from tests.support.runs import (
-    ALL,
-    artifacts_of,
-    broken,
-    newest_flow_run,
-    newest_state,
-    ran,
-    reason,
-    run,
-    spec_of,
-)
+from tests.support.runs import ALL, artifacts_of, broken, newest_flow_run, newest_state, ran, reason, run, spec_of
 from tests.support.toy import project
 from trainer_lib.errors import CodeError, ConfigError, Interrupted
 from trainer_lib.storage import Store
@@ -78,8 +68,6 @@ def test_the_same_code_runs_on_s3_and_leaves_no_credentials_there(folder: Path, 
 
 
 # -- MLflow -----------------------------------------------------------------------------------------------------------
-
-
 def tracked(folder: Path, *overrides: str) -> PipelineResult:
     return run(folder, "tracking.enabled=true", *overrides)
 
@@ -216,8 +204,6 @@ def test_ctrl_c_passes_through_ends_the_mlflow_run_as_killed_and_the_next_run_co
 
 
 # -- retries ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_worker_that_is_killed_is_started_again(folder: Path) -> None:
     once = f"__import__('pathlib').Path({str(folder / 'once')!r})"
     kill = f"{once}.exists() or ({once}.touch(), __import__('os').kill(__import__('os').getpid(), 9))"
@@ -250,8 +236,6 @@ def test_when_memory_runs_out_the_same_training_is_done_in_smaller_pieces(folder
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------
-
-
 def test_a_cancel_in_prefects_ui_stops_the_workers(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefect_client, "EVERY_S", 0.1)
     broken(folder, "x = draw.uniform(-1, 1)", "x = draw.uniform(-1, 1) * (__import__('time').sleep(1) is None)")
@@ -319,8 +303,6 @@ def test_a_training_that_fails_has_the_curve_until_then(
 
 
 # -- what became of the champion --------------------------------------------------------------------------------------
-
-
 def report_of(result: PipelineResult) -> str:
     result.raise_for_error()
     assert result.report_url is not None
@@ -355,8 +337,6 @@ def test_a_server_that_is_away_holds_up_no_report(fresh: Path) -> None:
 
 
 # -- files of trackers ------------------------------------------------------------------------------------------------
-
-
 def test_files_of_trackers_stay_and_are_not_part_of_the_result(folder: Path) -> None:
     reports = ("train.args.report_to=[jsonl, tensorboard]", "train.args.logging_steps=1", "train.args.seed=5")
     result = run(folder, *reports)
@@ -377,13 +357,8 @@ def test_wandb_offline_keeps_the_curve_of_a_pipelines_training(
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path / "wandb"))
-    settings = (
-        "train.args.report_to=wandb",
-        "train.args.logging_steps=1",
-        "train.args.seed=6",
-        "evaluate.enabled=false",
-    )
-    done = trainflow("run", "pipeline.yaml", "--only", "train", *settings, cwd=folder)
+    settings = ("train.args.report_to=wandb", "train.args.logging_steps=1", "train.args.seed=6")
+    done = trainflow("run", "pipeline.yaml", "--only", "train", *settings, "evaluate.enabled=false", cwd=folder)
     assert done.code == 0, done.err
     [kept] = (tmp_path / "wandb").rglob("*.wandb")
     content = kept.read_bytes()

@@ -71,12 +71,8 @@ def test_secrets_are_nowhere_after_a_failed_run_and_a_whole_one(
     monkeypatch.chdir(folder)
     shown: list[str] = []
     (folder / "broken").touch()
-    more: tuple[str, ...] = (
-        "train.launch={kind: process, processes: 1}",
-        "evaluate.launch=in_process",
-        "predict.launch=in_process",
-    )
-    more += ("tracking.enabled=true", "register.name=toy")
+    more: tuple[str, ...] = ("train.launch={kind: process, processes: 1}", "evaluate.launch=in_process")
+    more += ("predict.launch=in_process", "tracking.enabled=true", "register.name=toy")
     with terminal.logs(_Display(shown), debug=False):
         failed = run(folder, *more)
         assert failed.error is not None

@@ -160,14 +160,8 @@ def measured(metrics: dict[str, Any], rows: dict[str, Any] | None = None, **meta
 
 
 def test_slices_are_tables_of_their_own_and_a_metric_has_its_interval_beside_it() -> None:
-    slices = {
-        "accuracy/sex/a": 0.9,
-        "rows/sex/a": 30,
-        "accuracy/sex/b/c": 0.8,
-        "rows/sex/b/c": 20,
-        "roc_auc/sex/a": 0.7,
-    }
-    words = measured({"test": {"accuracy": 0.984, **slices}})
+    slices = {"accuracy/sex/a": 0.9, "rows/sex/a": 30, "accuracy/sex/b/c": 0.8, "rows/sex/b/c": 20}
+    words = measured({"test": {"accuracy": 0.984, **slices, "roc_auc/sex/a": 0.7}})
     assert "test by sex sex rows accuracy roc_auc a 30 0.9 0.7 b/c 20 0.8" in words
     assert "accuracy/sex" not in words
     words = measured({"test": {"f1": 0.9, "f1_low": 0.8, "f1_high": 0.95, "spread_low": 3}})
@@ -335,9 +329,8 @@ def test_hostile_text_stays_text() -> None:
 def test_curves_are_drawn_with_their_last_values_and_numbers_that_are_no_curves_are_not() -> None:
     words = {title: Page(drawing).words for title, drawing in draw_charts(HISTORY).items()}
     assert list(words) == ["Loss", "Evaluation while training", "Learning rate"]
-    for title, legend in zip(
-        words, ("loss 0.02 eval_loss 0.04", "eval_accuracy 0.5", "learning_rate 2e-05"), strict=True
-    ):
+    legends = ("loss 0.02 eval_loss 0.04", "eval_accuracy 0.5", "learning_rate 2e-05")
+    for title, legend in zip(words, legends, strict=True):
         assert words[title].endswith(f"optimizer step {legend}")
 
 

@@ -37,9 +37,8 @@ from trainflow.tasks.stage.task import stage_task
 from trainflow.tasks.stage.worker import common_fields, launch_request
 from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
+
 # -- the verb: what the worker does -----------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class CountResult:
     """The file written, and the number of rows in it."""
@@ -63,8 +62,6 @@ def count_in_worker(work: Any) -> CountResult:
 
 
 # -- the task ---------------------------------------------------------------------------------------------------------
-
-
 class CountConfig(StageSettings):
     """Settings of the sixth stage, its section `count` of the spec."""
 
@@ -203,8 +200,6 @@ def test_a_sixth_stage_takes_its_settings_from_the_spec(folder: Path) -> None:
 
 
 # -- in a user's own flow ---------------------------------------------------------------------------------------------
-
-
 def test_a_users_flow_with_a_stage_of_its_own(prefect_server: str, tmp_path: Path) -> None:
     hub = tmp_path / "hub"
     overrides = ["prepare.launch=in_process", "train.launch=in_process", f"publish.to={hub}"]

@@ -38,13 +38,7 @@ from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage import task as _task
 from trainflow.tasks.stage.facts import StageFacts
 from trainflow.tasks.stage.manifest import StageManifest, explain_miss, look_up, stage_store
-from trainflow.tasks.stage.runner import (
-    StageAttempt,
-    StageContext,
-    StageOutput,
-    run_stage,
-    stage_key,
-)
+from trainflow.tasks.stage.runner import StageAttempt, StageContext, StageOutput, run_stage, stage_key
 from trainflow.tasks.stage.task import stage_task
 
 Work = Callable[[StageAttempt], StageOutput]
@@ -134,11 +128,7 @@ def test_failures_worth_it_are_retried_and_come_out_typed(local: str, quick: Non
 
 @pytest.mark.parametrize(
     ("error", "runs"),
-    [
-        (CodeError("bug", details="their frames"), 1),
-        (ConfigError("bad", field="x"), 1),
-        (StorageError("again"), 3),
-    ],
+    [(CodeError("bug", details="their frames"), 1), (ConfigError("bad", field="x"), 1), (StorageError("again"), 3)],
     ids=["code", "config", "a used-up budget"],
 )
 def test_a_failure_ends_the_stage_typed_after_the_tries_that_are_worth_it(
@@ -228,8 +218,6 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
 
 
 # -- the committed result ---------------------------------------------------------------------------------------------
-
-
 def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
     toy = Toy()
     first = run(storage, toy)

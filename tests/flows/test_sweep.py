@@ -77,11 +77,8 @@ def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, p
     listed = command("runs", "--storage", tmp_path / "store")
     assert "and 2 more: trainflow runs --sweep sweep" in listed.out
     trials = json.loads(command("runs", "--storage", tmp_path / "store", "--sweep", "sweep", "--json").out)["runs"]
-    assert sorted((each["trial"], each["state"]) for each in trials) == [
-        ("0", "finished"),
-        ("1", "pruned"),
-        ("2", "pruned"),
-    ]
+    assert {each["trial"]: each["state"] for each in trials} == {"0": "finished", "1": "pruned", "2": "pruned"}
+    assert len(trials) == 3
 
 
 def _check_promotion(spec: trainflow.Spec, sweep: trainflow.Sweep, client: MlflowClient) -> None:
@@ -156,25 +153,15 @@ def test_slots_share_the_cores_and_one_that_dies_is_replaced(
     recipe = toy.RECIPE.replace("def compute_metrics(p):", "def compute_metrics(p):\n    import torch").replace(
         "p.label_ids).mean())}", 'p.label_ids).mean()), "threads": torch.get_num_threads()}'
     )
-    words = (
-        "sweep.objective=test_threads",
-        "sweep.trials=2",
-        "sweep.parallel=2",
-        "evaluate.launch=process",
-        *IN_PROCESS,
-    )
-    spec = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words)
+    words = ("sweep.objective=test_threads", "sweep.trials=2", "sweep.parallel=2", "evaluate.launch=process")
+    spec = trainflow.Spec.load(sweep_project(tmp_path, recipe=recipe), *words, *IN_PROCESS)
     events: list[Mapping[str, Any]] = []
 
     def kill_one(event: Mapping[str, Any]) -> None:
         events.append(event)
         if [each["event"] for each in events].count("began") == 1 and event["event"] == "began":
-            slots = [
-                each
-                for each in psutil.Process().children()
-                if "trainflow.flows.sweeps.trial_slot" in command_words(each)
-            ]
-            slots[0].kill()
+            children = psutil.Process().children()
+            next(child for child in children if "trainflow.flows.sweeps.trial_slot" in command_words(child)).kill()
 
     result = run_sweep(spec.settings, listener=kill_one)
     result.raise_for_error()

@@ -87,11 +87,8 @@ class Scene:
         assert run.data.tags["trainflow.train"] == "abc"
         root = Path(self.database.removeprefix("sqlite:///")).parent / "artifacts" / run.info.experiment_id / run_id
         files = {str(path.relative_to(root / "artifacts")): path.read_bytes() for path in root.rglob("*.*")}
-        assert files == {
-            "model/model.safetensors": bytes(5000),
-            "model/tokenizer/vocab.txt": b"a b c",
-            "report.html": b"<html>",
-        }
+        model = {"model/model.safetensors": bytes(5000), "model/tokenizer/vocab.txt": b"a b c"}
+        assert files == {**model, "report.html": b"<html>"}
 
 
 def worker(run: TrackedRun, resume_step: int = 0, handle: Any = None) -> MLflowTracker:
@@ -253,11 +250,7 @@ def test_what_a_full_disk_or_a_crash_left_in_a_spool_stops_no_delivery_and_goes(
         (session / "session.json.123-456").write_bytes(b'{"tracki')
     unreadable = spool / "00000000000000000002-1-abcd"
     # Half made; unreadable; set aside longer than a month ago.
-    for folder in (
-        spool / "00000000000000000001-1-abcd",
-        unreadable,
-        spool / "00000000000000000003-1-abcd.damaged",
-    ):
+    for folder in (spool / "00000000000000000001-1-abcd", unreadable, spool / "00000000000000000003-1-abcd.damaged"):
         folder.mkdir()
     (unreadable / "session.json").write_bytes(b"")
     scene.deliver()

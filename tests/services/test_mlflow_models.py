@@ -6,7 +6,6 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 import time
@@ -21,7 +20,7 @@ import pytest
 
 from tests.support.mlflow_proxy import answering, mlflow_server
 from tests.support.mlflow_store import client
-from tests.support.model_folders import publish_line
+from tests.support.model_folders import publish_line, remove_fetched_code
 from tests.support.tiny_models import bert, tokenizer
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError, DamagedError
@@ -48,8 +47,7 @@ def uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 @pytest.fixture(autouse=True)
 def _code_is_removed() -> Iterator[None]:
     yield
-    while loaded_models._FETCHED:
-        shutil.rmtree(loaded_models._FETCHED.popitem()[1])
+    remove_fetched_code()
 
 
 class Line:

@@ -78,8 +78,6 @@ def _left(out: Path) -> list[str]:
 
 
 # -- a run of our own -------------------------------------------------------------------------------------------------
-
-
 def test_a_run_has_its_curve_parameters_name_and_end(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -140,8 +138,6 @@ def test_another_training_is_another_run_and_a_resumed_one_is_not(uri: str, tmp_
 
 
 # -- a run that somebody else owns ------------------------------------------------------------------------------------
-
-
 def test_an_orchestrated_run_is_added_to_and_left_open(
     uri: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,8 +163,6 @@ def test_a_run_that_was_deleted_is_said_once_and_training_goes_on(
 
 
 # -- death ------------------------------------------------------------------------------------------------------------
-
-
 def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -244,8 +238,6 @@ def test_a_run_is_recorded_as_finished_only_once_its_end_waits_for_mlflow(
 
 
 # -- a store that is down ---------------------------------------------------------------------------------------------
-
-
 def test_a_dead_store_costs_a_warning_and_loses_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -286,8 +278,6 @@ def test_mlflow_by_name_writes_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # -- how a database is made -------------------------------------------------------------------------------------------
-
-
 def _run(database: Path, *statements: str) -> list[Any]:
     with closing(sqlite3.connect(database)) as connection, connection:
         return [connection.execute(statement).fetchall() for statement in statements][-1]
@@ -338,8 +328,6 @@ def test_a_database_whose_birth_was_killed_at_any_step_is_used_by_the_next_proce
 
 
 # -- metrics of followed checkpoints, in the training's run -----------------------------------------------------------
-
-
 @pytest.fixture
 def storage(tmp_path: Path) -> Store:
     return Store.open(tmp_path / "storage")

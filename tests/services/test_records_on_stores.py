@@ -75,11 +75,8 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     folder.write_bytes("report.html", b"<html>")
     write_plan(folder, {"seconds": 3.2, "steps": 8})
     found = details(any_url, "toy-1")
-    assert [(each.stage, each.state) for each in found.stages] == [
-        ("train", "ran"),
-        ("evaluate", "committed"),
-        ("predict", "not reached"),
-    ]
+    states = [("train", "ran"), ("evaluate", "committed"), ("predict", "not reached")]
+    assert [(stage.stage, stage.state) for stage in found.stages] == states
     assert found.metrics == {"train_loss": 0.5, "test_accuracy": 0.9}
     assert found.places["model"].endswith(f"stages/train/{train[:16]}/model")
     assert found.places["report"].endswith("report.html")
@@ -105,12 +102,8 @@ def test_what_workers_write_is_kept_and_read_while_it_grows(any_url: str) -> Non
         if Store.open(any_url).is_local:
             assert [line.text for line in reader.read()][-1] == "careful"
     lines = LogReader(any_url, run).read()
-    assert [(line.kind, line.rank, line.attempt) for line in lines] == [
-        ("stage", None, 2),
-        ("line", 0, 2),
-        ("line", 1, 2),
-        ("warning", None, 2),
-    ]
+    kinds = [("stage", None, 2), ("line", 0, 2), ("line", 1, 2), ("warning", None, 2)]
+    assert [(line.kind, line.rank, line.attempt) for line in lines] == kinds
     assert lines[0].text == "started: never run before"
     assert "hunter" not in lines[1].text
     assert lines[2].text == "here as well"

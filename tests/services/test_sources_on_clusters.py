@@ -30,10 +30,7 @@ DASK, RAY = (pytest.param(kind, marks=pytest.mark.needs(kind)) for kind in ("das
 ON_DASK = pytest.mark.parametrize("place", [DASK], indirect=True)
 #: Kind -> variables of the commands.
 ENV = {"dask": {}, "ray": {"PYTHONPATH": str(ROOT), **VARIABLES}}
-LOST = {
-    "dask": "was lost, and is started again",
-    "ray": "A worker was lost; the others took over its part.",
-}
+LOST = {"dask": "was lost, and is started again", "ray": "A worker was lost; the others took over its part."}
 
 
 _QUIET = {"DASK_DISTRIBUTED__DIAGNOSTICS__NVML": "False"}

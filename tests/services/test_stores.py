@@ -48,8 +48,6 @@ def at_once(attempt: Callable[[int], bool], count: int = 4) -> list[bool]:
 
 
 # ------------------------------------------------------------------------------------------------------------- files
-
-
 def test_written_bytes_come_back_with_their_digest_and_are_replaced(any_store: Store) -> None:
     data = os.urandom(100_003)
     for content in (data, b"short", b"", data):
@@ -204,8 +202,6 @@ def test_each_failing_write_is_reported(kind: Any, faulty_url: str, faults: Faul
 
 
 # ---------------------------------------------------------------------------------------------------- parts of files
-
-
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PIECE", 1000)
@@ -247,8 +243,6 @@ def test_neighbours_are_read_together_and_large_ranges_in_pieces() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------------- commits
-
-
 def test_a_commit_is_read_as_it_was_written_and_withdrawn_whole(any_store: Store) -> None:
     assert read_commit(any_store) is None
     files = write_files(any_store)
@@ -318,8 +312,6 @@ def test_damage_is_named_file_by_file(any_store: Store) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ claims of a folder
-
-
 def dead() -> Holder:
     return replace(Holder.this_process(), started="long ago")
 
@@ -359,8 +351,6 @@ def test_the_dead_are_succeeded_by_one_and_their_claims_go_with_its(any_store: S
 
 
 # ------------------------------------------------------------------------------------------------------------ leases
-
-
 HOLD = """
 import sys
 from trainer_lib.errors import TrainflowError
