@@ -147,9 +147,9 @@ def prepare_records(total: int) -> dict[str, Any]:
         parts.write(part, files, {"train": {**one, "statistics": statistics}})
     split = SplitOfParts("train")
     with _Measured(counts) as read:
-        for number, part in parts.read_all():
-            assert part is not None
-            split.add(str(number), part.notes["splits"]["train"], part.files)
+        for number, found in parts.read_all():
+            assert found is not None
+            split.add(str(number), found.notes["splits"]["train"], found.files)
     assert split.rows == 10 * total
     return {"sources": total, **read.of(total)}
 

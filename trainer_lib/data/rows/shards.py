@@ -292,10 +292,6 @@ def write_split(
         total += len(chunk)
         on_shard(total)
     if schema is None:
-        raise DataError(
-            f"The split '{split}' is empty.",
-            field="prepare",
-            value=split,
-            remedy="Check the filters and sources in prepare(); leave the split out if it is not needed.",
-        )
+        remedy = "Check the filters and sources in prepare(); leave the split out if it is not needed."
+        raise DataError(f"The split '{split}' is empty.", field="prepare", value=split, remedy=remedy)
     return {"rows": total, "shards": [entry.path for entry in files], "columns": schema.to_texts()}, files
