@@ -38,7 +38,7 @@ _ISO = "ISO8601"
 _AT_ONCE = 100_000
 _NUMERIC = re.compile(r"(\d{1,4})(\W)\s?\d{1,2}\2\s?(\d{1,4})(?!\d)")
 _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S %p")
-_CLOCK_FORMATS = ("%d", *map("".join, itertools.product(("%d ", "%d, ", "%dT"), _CLOCKS, ("", "%z", " %z"))))
+_CLOCK_FORMATS = ("%y", *map("".join, itertools.product(("%y ", "%y, ", "%yT"), _CLOCKS, ("", "%z", " %z"))))
 _NAMED = ("%d-%b-%y", "%d %b %y")  # which pandas does not guess, and databases write
 _OF_DIGITS = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 _DIGITS = re.compile(r"\d{7,8}")
@@ -248,8 +248,8 @@ def find_forms(text: str) -> list[str]:
     year = "%Y" if max(len(match[1]), len(match[3])) == 4 else "%y"
     dates = _fitting(match[0], map(between.join, itertools.permutations(("%d", "%m", year))))
     # No digit follows a date, so clocks are the same behind any.
-    clocks = _fitting(f"1{text[match.end() :]}", _CLOCK_FORMATS if match.end() < len(text) else _CLOCK_FORMATS[:1])
-    return [date + clock.removeprefix("%d") for date in dates for clock in clocks]
+    clocks = _fitting(f"00{text[match.end() :]}", _CLOCK_FORMATS if match.end() < len(text) else _CLOCK_FORMATS[:1])
+    return [date + clock.removeprefix("%y") for date in dates for clock in clocks]
 
 
 def _fitting(text: str, forms: Iterable[str]) -> list[str]:
