@@ -213,10 +213,6 @@ class Item:
     why: str
     folder: Folder = ("", "")
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return {"kind": self.kind, "url": self.store.url, "bytes": self.bytes, "why": self.why}
-
 
 @dataclass
 class Garbage:

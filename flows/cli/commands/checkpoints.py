@@ -31,9 +31,8 @@ from trainer_lib.model_folder.locate import open_link
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, verify_files
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, BareForm, Form, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, PlaceWords, command
 from trainflow.flows.cli.presentation import same_command, shown, table
-from trainflow.flows.cli.run_choice import PlaceWords
 from trainflow.flows.cli.signals import stoppable
 
 if TYPE_CHECKING:
@@ -401,7 +400,7 @@ def collect_garbage(
 
 def _garbage_record(garbage: Garbage, removed: Sequence[Item]) -> dict[str, Any]:
     return {
-        "items": [item.to_dict() for item in removed],
+        "items": [{"kind": item.kind, "url": item.store.url, "bytes": item.bytes, "why": item.why} for item in removed],
         "bytes": sum(item.bytes for item in removed),
         "kept": garbage.kept,
         "in_use": garbage.in_use,

@@ -19,8 +19,7 @@ from trainer_lib.base.suggestions import counted, number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.options import Answer, BareForm, Form, Quiet, command
-from trainflow.flows.cli.run_choice import SPEC_ENDINGS, SpecWords
+from trainflow.flows.cli.options import SPEC_ENDINGS, Answer, BareForm, Form, Quiet, SpecWords, command
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.server.api import prefect_api
@@ -54,7 +53,6 @@ _NAMES = {
 }
 _PARTS = ("parameters", "gradients", "optimizer", "activations", "exchange", "total")
 _WRITES = "writes"
-_UNKNOWN = "?"
 _SHOWN_LINES = 12  # of a conversation
 _DECIDE_PLACE = ("storage", "tracking", "name", "limit")
 """Keys of the spec that decide where its runs are tracked."""
@@ -165,7 +163,7 @@ def resume(
         what = "No storage was named, and this folder has neither a single spec nor .trainflow."
         remedy = "Name the storage of the run: trainflow resume --storage URL."
         raise ConfigError(what, field="--storage", remedy=remedy)
-    past = _choose(place, run, out.print)
+    past = _choose_unfinished(place, run, out.print)
     spec, stages = prepare_resumption(place, past, out.print)
     execute(
         spec,
@@ -177,13 +175,19 @@ def resume(
     )
 
 
-def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
+def _choose_unfinished(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
+    """The run to resume. Raises ConfigError, also for what people give in place of a run's id."""
     from trainflow.flows.records.past_runs import NEWEST, find_run, newest_unfinished
     from trainflow.flows.runs.resumption import require_unfinished
     from trainflow.flows.runs.run_status import find_statuses
 
-    if run is not None:
-        _refuse_other_words(run)
+    if run is not None and "=" in run:
+        what = "`resume` uses the recorded settings and takes no overrides."
+        remedy = f"To change settings: trainflow run SPEC {run} --from-run ID."
+        raise ConfigError(what, field="RUN", value=run, remedy=remedy)
+    if run is not None and run.endswith(SPEC_ENDINGS) and Path(run).is_file():
+        remedy = f"To resume a spec, run the command that started it: trainflow run {run}."
+        raise ConfigError("This is a spec, not the id of a run.", field="RUN", value=run, remedy=remedy)
     statuses = find_statuses(storage, lambda count: say(f"Checking the signs of life of {count} run(s) (30 s)"))
     at_work = {status.run.id: status for status in statuses if status.state in ("running", "suspended")}
     if run is None or run == NEWEST:
@@ -191,17 +195,6 @@ def _choose(storage: str, run: str | None, say: Callable[[str], object]) -> Past
     past = find_run(storage, run, field="RUN")
     require_unfinished(past, at_work.get(past.id), named=run)
     return past
-
-
-def _refuse_other_words(run: str) -> None:
-    """Raises ConfigError for what people give in place of a run's id."""
-    if "=" in run:
-        what = "`resume` uses the recorded settings and takes no overrides."
-        remedy = f"To change settings: trainflow run SPEC {run} --from-run ID."
-        raise ConfigError(what, field="RUN", value=run, remedy=remedy)
-    if run.endswith(SPEC_ENDINGS) and Path(run).is_file():
-        remedy = f"To resume a spec, run the command that started it: trainflow run {run}."
-        raise ConfigError("This is a spec, not the id of a run.", field="RUN", value=run, remedy=remedy)
 
 
 @command("trainflow join 10.0.0.1:29500 --processes 4")
@@ -314,7 +307,11 @@ def _answer(result: PipelineResult, place: Sequence[str], limit: int | None) -> 
 
 def describe_plan(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) -> list[Text]:
     """The costs of the training by section, then what is missing and what cannot work."""
-    lines = [*_arguments(plan), *_length(found), *_memory(found), *_room(found), *_time(found)]
+    lines = [*_arguments(plan), *_length(found), *_memory(found), *_room(found)]
+    if found.length is not None:
+        unknown = "not known: --probe measures a few steps"
+        about = f"about {describe_seconds(found.seconds or 0.0)} for train, from a probe of a few steps"
+        lines.append(_row("time", unknown if found.seconds is None else about))
     lines += [_row("missing", sentence, "yellow") for sentence in found.missing]
     for obstacle in obstacles:
         place = " = ".join(text for text in (obstacle.field, obstacle.value) if text)
@@ -343,7 +340,7 @@ def _data(full: FullPlan) -> Iterator[Text]:
             yield Text(f"    and {len(lines) - _SHOWN_LINES:,} more lines", "dim")
 
 
-def _arguments(plan: Plan) -> list[Text]:
+def _arguments(plan: Plan) -> Iterator[Text]:
     from trainer_lib.arguments import TrainingArguments
     from trainflow.flows.planning.full_plan import effective_arguments
 
@@ -351,7 +348,7 @@ def _arguments(plan: Plan) -> list[Text]:
     differ = [f"{name} {value}" for name, value in values.items() if value != defaults.get(name)]
     rest = len(values) - len(differ)
     note = f"the other {rest} have their defaults (--json lists them)"
-    return [_row("arguments", "; ".join([*differ, note]))]
+    yield _row("arguments", "; ".join([*differ, note]))
 
 
 def _length(found: Forecast) -> Iterator[Text]:
@@ -376,33 +373,25 @@ def _memory(found: Forecast) -> list[Text]:
     processes = max(rank.processes for rank in ranks)
     heading = f"of a rank on {counted(processes, 'process', 'processes')} ({found.estimate.device}); * is the spec's"
     lines.append(_row("memory", f"{heading} strategy"))
-    columns = [_cells(rank, marked=rank.strategy == found.strategy) for rank in ranks]
+    columns = [_cells(rank, mark="* " if rank.strategy == found.strategy else "") for rank in ranks]
     rows = list(zip(("", *_PARTS, _WRITES), *columns, strict=True))
     lines += presentation.table(rows, right=frozenset(range(1, len(rows[0]))), indent="    ")
     lines.append(_row("", f"{_WRITES}: rank 0, into one checkpoint; with ×N each of N ranks"))
     if found.peak_bytes is not None:
-        lines.append(_row("", _peak(found)))
+        peak = f"peak of a process{', measured' if found.probe else ''}: {describe_bytes(found.peak_bytes)}"
+        if found.probe is None and found.estimate.device == "cpu":
+            peak += f", of which the interpreter and its libraries take {describe_bytes(found.estimate.process_bytes)}"
+        lines.append(_row("", peak))
     return lines + [_row("", note, "yellow") for note in found.estimate.notes]
 
 
-def _peak(found: Forecast) -> str:
-    peak = describe_bytes(found.peak_bytes or 0)
-    if found.probe is not None:
-        return f"peak of a process, measured: {peak}"
-    if found.estimate is not None and found.estimate.device == "cpu":
-        own = describe_bytes(found.estimate.process_bytes)
-        return f"peak of a process: {peak}, of which the interpreter and its libraries take {own}"
-    return f"peak of a process: {peak}"
+def _cells(rank: Footprint, mark: str) -> tuple[str, ...]:
+    def text(value: int | None) -> str:
+        return "?" if value is None else describe_bytes(value)
 
-
-def _cells(rank: Footprint, *, marked: bool) -> tuple[str, ...]:
     writers = f" ×{rank.writers}" if rank.writers > 1 and rank.checkpoint is not None else ""
-    values = [_bytes(getattr(rank, name)) for name in _PARTS]
-    return (("* " if marked else "") + _NAMES[rank.strategy], *values, _bytes(rank.checkpoint) + writers)
-
-
-def _bytes(value: int | None) -> str:
-    return _UNKNOWN if value is None else describe_bytes(value)
+    values = [text(getattr(rank, name)) for name in _PARTS]
+    return (mark + _NAMES[rank.strategy], *values, text(rank.checkpoint) + writers)
 
 
 def _room(found: Forecast) -> Iterator[Text]:
@@ -419,15 +408,6 @@ def _room(found: Forecast) -> Iterator[Text]:
     if room.free_bytes is not None:
         free = f"free are {describe_bytes(room.free_bytes)}"
     yield _row("storage", f"{size}; {free}")
-
-
-def _time(found: Forecast) -> Iterator[Text]:
-    if found.length is None:
-        return
-    if found.seconds is None:
-        yield _row("time", "not known: --probe measures a few steps")
-    else:
-        yield _row("time", f"about {describe_seconds(found.seconds)} for train, from a probe of a few steps")
 
 
 def _row(label: str, text: str, style: str = "") -> Text:

@@ -16,9 +16,8 @@ from trainer_lib.errors import ConfigError, TrainflowError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli import presentation, terminal
-from trainflow.flows.cli.options import Answer, BareForm, Form, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, command, use_registry_here
 from trainflow.flows.cli.presentation import same_command, shown, table
-from trainflow.flows.cli.run_choice import use_registry_here
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import storage_here
 
@@ -285,7 +284,9 @@ def evaluate(
     for judged in found:
         require_trust(judged, read_trust(trust))
     files = tuple(find_row_files(data))
-    _require_folder(report)
+    if report is not None and not report.parent.is_dir():
+        remedy = "Name a file in a folder that exists."
+        raise ConfigError("There is no such folder.", field="--report", value=str(report), remedy=remedy)
     out = form.console()
     with stoppable(out.print, remedy="Run it again."):
         measured = [
@@ -337,12 +338,6 @@ def _record(measured: Sequence[MeasureRowsResult], own: Mapping[str, float], con
         "against": others[0].metrics if others else None,
         "differences": compare_measured(measured, confidence) if others else {},
     }
-
-
-def _require_folder(report: Path | None) -> None:
-    if report is not None and not report.parent.is_dir():
-        remedy = "Name a file in a folder that exists."
-        raise ConfigError("There is no such folder.", field="--report", value=str(report), remedy=remedy)
 
 
 def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own: Mapping[str, float]) -> None:

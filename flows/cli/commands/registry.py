@@ -23,10 +23,9 @@ from trainer_lib.trackers.mlflow.shipper import Clock, shorten
 from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.spool import Waiting, count_waiting
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, BareForm, Form, command
-from trainflow.flows.cli.run_choice import Chosen, PlaceWords, StorageUrl, choose_spec_or_storage, find_storage
+from trainflow.flows.cli.options import Answer, BareForm, Chosen, Form, PlaceWords, StorageUrl, command, find_storage
 from trainflow.flows.cli.signals import stoppable
-from trainflow.flows.spec.spec import load_spec
+from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.tracking.mlflow_run import spool_dirs, tracking_uri
 
 _SAY_EVERY_S = 10.0
@@ -81,9 +80,10 @@ def promote(
     if not version:
         remedy = f"Write trainflow promote {name}/VERSION; trainflow models lists the versions."
         raise ConfigError("The version is missing.", field="VERSION", remedy=remedy)
-    with _registry(find_storage(spec, None, storage, command="promote"), "promote") as client:
+    chosen = find_storage(spec, None, storage, command="promote")
+    with _registry(chosen, "promote") as client:
         if not ignore_gates:
-            _require_gates(client, name, version, spec, storage)
+            _require_gates(client, name, version, chosen.spec)
         verdict = mlflow_registry.promote(client, name, version, alias=alias)
     if not verdict.promoted:
         what = f"Version {version} does not become {alias}: {verdict.reason}"
@@ -104,20 +104,18 @@ def rollback(
     return Answer({"name": name, "alias": alias, "version": now, "was": before}, lambda: [line])
 
 
-def _require_gates(client: Any, name: str, version: str, spec: Path | None, storage: str | None) -> None:
+def _require_gates(client: Any, name: str, version: str, spec: PipelineSpec | None) -> None:
     """Raises GateError for a version that misses what its spec requires; without its spec its run's record counts."""
     from trainflow.tasks.stage.gates import judge
     from trainflow.tasks.stage.manifest import look_up_in
 
     tags = mlflow_registry.read_run_tags(client, name, version)
-    chosen, words, _ = choose_spec_or_storage(spec, None, storage)
-    parsed = None if chosen is None else load_spec(chosen, words, needs_sweep=False)
     key, recorded = tags.get(EVALUATE_TAG), tags.get(GATE_TAG)
-    evaluation = None if parsed is None or key is None else look_up_in(parsed.storage, "evaluate", key)
+    evaluation = None if spec is None or key is None else look_up_in(spec.storage, "evaluate", key)
     try:
         # Another pipeline's requirements say nothing about this model.
-        if parsed is not None and parsed.register.name == name and (evaluation is not None or recorded is None):
-            judge(parsed.evaluate, evaluation).enforce("promoted")
+        if spec is not None and spec.register.name == name and (evaluation is not None or recorded is None):
+            judge(spec.evaluate, evaluation).enforce("promoted")
         elif recorded is not None and recorded.startswith("failed"):
             what = f"The model is not promoted: its run recorded that the gates {recorded}."
             raise GateError(what, field="promote", value=f"{name} {version}", remedy="Train a better model.")

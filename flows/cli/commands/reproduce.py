@@ -15,9 +15,8 @@ from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.suggestions import counted, to_cell
 from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, BareForm, Form, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, SpecWords, choose, command, use_registry_here
 from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.run_choice import SpecWords, choose, use_registry_here
 from trainflow.flows.cli.signals import stoppable
 from trainflow.tasks.configs import TrackingConfig
 

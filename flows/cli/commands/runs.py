@@ -19,9 +19,8 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.names import with_intervals
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.commands.status import COLOURS, SHORT_ID
-from trainflow.flows.cli.options import Answer, BareForm, Form, command
+from trainflow.flows.cli.options import Answer, BareForm, Form, PlaceWords, Run, command
 from trainflow.flows.cli.presentation import shown, table
-from trainflow.flows.cli.run_choice import PlaceWords, Run
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
 from trainflow.flows.records.plan_record import HEAD, comparison_cells
 from trainflow.flows.server.schedule import read_interval

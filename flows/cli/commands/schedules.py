@@ -17,9 +17,8 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_names import ABOUT
 from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Debug, Form, Quiet, command, complete_recipe
+from trainflow.flows.cli.options import Answer, Debug, Form, Quiet, SpecWords, command, complete_recipe
 from trainflow.flows.cli.presentation import same_command
-from trainflow.flows.cli.run_choice import SpecWords
 from trainflow.flows.cli.signals import stoppable, until_stopped
 from trainflow.flows.server.schedule import Schedule, read_interval
 

@@ -14,9 +14,8 @@ from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, BareForm, command
+from trainflow.flows.cli.options import Answer, BareForm, Chosen, PlaceWords, Run, StorageUrl, choose, command
 from trainflow.flows.cli.presentation import shown, table
-from trainflow.flows.cli.run_choice import Chosen, PlaceWords, Run, StorageUrl, choose
 from trainflow.flows.cli.signals import until_stopped
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.stages import find_stage, stage_names

@@ -15,9 +15,8 @@ from rich.text import Text
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import number_words
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Answer, Form, command
+from trainflow.flows.cli.options import Answer, Form, SpecWords, command
 from trainflow.flows.cli.presentation import shown
-from trainflow.flows.cli.run_choice import SpecWords
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.spec.sweep_settings import SweepSettings

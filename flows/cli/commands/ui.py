@@ -25,11 +25,9 @@ from trainer_lib import guard
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError
 from trainer_lib.secrets import mask
-from trainer_lib.storage import Store
 from trainer_lib.trackers.spool import user_data_dir
 from trainflow.flows.cli import terminal
-from trainflow.flows.cli.options import Debug, command
-from trainflow.flows.cli.run_choice import PlaceWords
+from trainflow.flows.cli.options import Chosen, Debug, PlaceWords, command
 from trainflow.flows.cli.signals import until_stopped
 from trainflow.flows.records.past_runs import NEWEST, PastRun, find_run
 from trainflow.flows.spec.spec import storage_here
@@ -106,7 +104,7 @@ def _find_place(words: PlaceWords, run: str | None) -> TrackingPlace:
     else:
         chosen = words.choose("ui")
         uri = chosen.tracking.uri or default_tracking_uri(chosen.place)
-        place = TrackingPlace(uri, _find_run(chosen.place, run, chosen.pipeline))
+        place = TrackingPlace(uri, _find_run(chosen, run))
     if place.sqlite_file is not None and not place.sqlite_file.is_file():
         what = "No run has been recorded there yet."
         remedy = "Run a pipeline first (trainflow run SPEC), or name the storage that it used."
@@ -114,12 +112,12 @@ def _find_place(words: PlaceWords, run: str | None) -> TrackingPlace:
     return place
 
 
-def _find_run(store: Store, text: str | None, pipeline: str | None = None) -> PastRun | None:
+def _find_run(chosen: Chosen, text: str | None) -> PastRun | None:
     """The run that is named, else the newest; None: none is recorded. Raises ConfigError for a name of no run."""
     if text is not None:
-        return find_run(store.url, text, field="--run")
+        return find_run(chosen.storage, text, field="--run")
     with contextlib.suppress(ConfigError):
-        return find_run(store.url, NEWEST, field="--run", pipeline=pipeline)
+        return find_run(chosen.storage, NEWEST, field="--run", pipeline=chosen.spec and chosen.spec.name)
     return None
 
 

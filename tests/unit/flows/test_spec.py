@@ -11,7 +11,7 @@ import pytest
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.protocol.requests import PreparedSplit
-from trainflow.flows.cli.run_choice import PlaceWords, choose_spec_file, choose_spec_or_storage
+from trainflow.flows.cli.options import PlaceWords, choose_spec_file, choose_spec_or_storage
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import (
@@ -433,12 +433,12 @@ def test_a_storage_that_is_named_has_to_be_there(path: Path) -> None:
     assert PlaceWords(None, "store").choose("runs").storage == str(Path("store").absolute())
     with pytest.raises(ConfigError, match="no such folder") as caught:
         PlaceWords(None, "stroe").choose("runs")
-    assert (caught.value.field, caught.value.value) == ("--storage", "stroe")
-    assert caught.value.remedy == 'Did you mean "store"?'
-    with pytest.raises(ConfigError, match=r"no such folder.*that a run used"):
-        PlaceWords(None, "elsewhere/far").choose("runs")
-    with pytest.raises(ConfigError, match="a file, not a folder"):
-        PlaceWords(None, "data.json").choose("gc")
+    error = caught.value
+    assert (error.field, error.value, error.remedy) == ("--storage", "stroe", 'Did you mean "store"?')
+    far, file, two = ((None, "elsewhere/far"), (None, "data.json"), ([str(path), "other.yaml"], None))
+    for words, says in ((far, "no such folder.*that a run used"), (file, "a file, not"), (two, "other.yaml: Give one")):
+        with pytest.raises(ConfigError, match=says):
+            PlaceWords(*words).choose("runs")
     # That of a spec may be one of runs to come.
     assert PlaceWords([str(path)], None).choose("runs").storage == str(path.parent / "store")
     assert not (path.parent / "store").exists()
