@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+import io
+import logging
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,7 +14,7 @@ from markupsafe import Markup
 
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.suggestions import counted, number_words
-from trainer_lib.errors import TrainflowError
+from trainer_lib.errors import TrainflowError, first_line
 from trainflow.flows.reports.report import Panel, Section, number_text, render_report
 from trainflow.flows.sweeps.ledger import TrialState
 
@@ -90,7 +93,64 @@ def reached_text(names: Sequence[str], values: Sequence[float]) -> str:
 
 
 SWEEP_REPORT = "report.html"
+_LEAST = 2
+"""Complete trials that a picture needs."""
 _IMAGE = Markup('<img src="{}" alt="{}">')
+_log = logging.getLogger(__name__)
+
+
+def draw_study(study: Any, objectives: Sequence[str], pruned_by: str | None) -> list[tuple[str, bytes]]:
+    """Titles and SVG files of the pictures that the trials of Optuna's study allow; `pruned_by`: a metric, or None."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # these functions are experimental by Optuna's word
+        from optuna.visualization import matplotlib as plots
+
+        complete = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
+        wanted: list[tuple[str, Callable[[], Any]]] = []
+        if len(complete) >= _LEAST:
+            for index, name in enumerate(objectives):
+                wanted += _of_objective(plots, study, index, name, several=len(objectives) > 1)
+            if len(objectives) in (2, 3):
+                names = list(objectives)
+                wanted.append(("Best compromises", lambda: plots.plot_pareto_front(study, target_names=names)))
+        if pruned_by is not None and any(trial.intermediate_values for trial in study.trials):
+            wanted.append((f"{pruned_by} by evaluation", lambda: plots.plot_intermediate_values(study)))
+        return [(title, image) for title, draw in wanted if (image := _draw(title, draw)) is not None]
+
+
+def _of_objective(
+    plots: Any, study: Any, index: int, name: str, *, several: bool
+) -> list[tuple[str, Callable[[], Any]]]:
+    from optuna.importance import FanovaImportanceEvaluator
+
+    options: dict[str, Any] = {"target_name": name}
+    if several:
+        options["target"] = lambda trial: trial.values[index]
+    evaluator = FanovaImportanceEvaluator(seed=0)
+    return [
+        (f"History of {name}", lambda: plots.plot_optimization_history(study, **options)),
+        (f"Importance for {name}", lambda: plots.plot_param_importances(study, evaluator=evaluator, **options)),
+        (f"Values and {name}", lambda: plots.plot_parallel_coordinate(study, **options)),
+    ]
+
+
+def _draw(title: str, draw: Callable[[], Any]) -> bytes | None:
+    import matplotlib as mpl
+    from matplotlib import pyplot
+
+    try:
+        with mpl.rc_context({"svg.fonttype": "none", "figure.figsize": (8, 4.5), "font.size": 9}):
+            axes = draw()
+            figure = (axes if not hasattr(axes, "flat") else axes.flat[0]).figure
+            axes.set_title("")  # the page has it
+            drawn = io.BytesIO()
+            figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Date": None})
+            return drawn.getvalue()
+    except (ValueError, RuntimeError, ZeroDivisionError) as error:  # all trials reached the same, for example
+        _log.debug("No picture %s: %s", title, first_line(error))
+        return None
+    finally:
+        pyplot.close("all")
 
 
 def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> str:

@@ -14,27 +14,40 @@ that was made already is not made again.
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import logging
 import queue
+import signal
+import subprocess
+import sys
+import threading
 import time
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import InfrastructureError, StorageError, TrainflowError, first_line, from_record
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import read_record, run_folder, write_record
+from trainflow.flows.records.prefect_runs import SWEEP_FLOW, created_by_this_process, own_flow_run
 from trainflow.flows.records.results import describe_error, state_of
-from trainflow.flows.server.api import quiet_environment
+from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.flows.spec.sweep_settings import SWEEP
+from trainflow.flows.spec.sweep_settings import SWEEP, SweepSettings
 from trainflow.flows.sweeps.ledger import Ledger, TrialState
-from trainflow.flows.sweeps.sweep_result import SWEEP_REPORT, SweepResult, count_words, reached_text, render_sweep
+from trainflow.flows.sweeps.sweep_result import (
+    SWEEP_REPORT,
+    SweepResult,
+    count_words,
+    draw_study,
+    reached_text,
+    render_sweep,
+)
 from trainflow.flows.sweeps.trial_specs import (
     check_sweep,
     identify,
@@ -43,70 +56,16 @@ from trainflow.flows.sweeps.trial_specs import (
     sweep_of,
     with_values,
 )
-from trainflow.flows.sweeps.trial_tasks import Events, SlotProcess, UnseenTrials
+from trainflow.tasks.prefect.prefect_internals import console_handlers
+from trainflow.tasks.stage.progress import masked_api_logs
 from trainflow.tasks.tracking import mlflow_run as tracking
 from trainflow.tasks.tracking.notifying import Message
 
+if TYPE_CHECKING:
+    from prefect.client.schemas.objects import State
+
 _log = logging.getLogger(__name__)
 _IDENTITY, _TRACKED = "identity", "tracked_run"
-_LEAST = 2
-"""Complete trials that a picture needs."""
-
-
-def draw_study(study: Any, objectives: Sequence[str], pruned_by: str | None) -> list[tuple[str, bytes]]:
-    """Titles and SVG files of the pictures that the trials of Optuna's study allow; `pruned_by`: a metric, or None."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # these functions are experimental by Optuna's word
-        from optuna.visualization import matplotlib as plots
-
-        complete = [trial for trial in study.trials if trial.state.name == "COMPLETE"]
-        wanted: list[tuple[str, Callable[[], Any]]] = []
-        if len(complete) >= _LEAST:
-            for index, name in enumerate(objectives):
-                wanted += _of_objective(plots, study, index, name, several=len(objectives) > 1)
-            if len(objectives) in (2, 3):
-                names = list(objectives)
-                wanted.append(("Best compromises", lambda: plots.plot_pareto_front(study, target_names=names)))
-        if pruned_by is not None and any(trial.intermediate_values for trial in study.trials):
-            wanted.append((f"{pruned_by} by evaluation", lambda: plots.plot_intermediate_values(study)))
-        return [(title, image) for title, draw in wanted if (image := _draw(title, draw)) is not None]
-
-
-def _of_objective(
-    plots: Any, study: Any, index: int, name: str, *, several: bool
-) -> list[tuple[str, Callable[[], Any]]]:
-    from optuna.importance import FanovaImportanceEvaluator
-
-    options: dict[str, Any] = {"target_name": name}
-    if several:
-        options["target"] = lambda trial: trial.values[index]
-    evaluator = FanovaImportanceEvaluator(seed=0)
-    return [
-        (f"History of {name}", lambda: plots.plot_optimization_history(study, **options)),
-        (f"Importance for {name}", lambda: plots.plot_param_importances(study, evaluator=evaluator, **options)),
-        (f"Values and {name}", lambda: plots.plot_parallel_coordinate(study, **options)),
-    ]
-
-
-def _draw(title: str, draw: Callable[[], Any]) -> bytes | None:
-    import matplotlib as mpl
-    from matplotlib import pyplot
-
-    try:
-        with mpl.rc_context({"svg.fonttype": "none", "figure.figsize": (8, 4.5), "font.size": 9}):
-            axes = draw()
-            figure = (axes if not hasattr(axes, "flat") else axes.flat[0]).figure
-            axes.set_title("")  # the page has it
-            drawn = io.BytesIO()
-            figure.savefig(drawn, format="svg", bbox_inches="tight", metadata={"Date": None})
-            return drawn.getvalue()
-    except (ValueError, RuntimeError, ZeroDivisionError) as error:  # all trials reached the same, for example
-        _log.debug("No picture %s: %s", title, first_line(error))
-        return None
-    finally:
-        pyplot.close("all")
-
-
 SWEEPS = "sweeps"
 _DEATHS = 3
 """Slots that may die without a word before the sweep gives up."""
@@ -114,7 +73,13 @@ _POLL_S = 0.2
 _KEPT_S = 60.0
 """Seconds that slots get to save running trials when the sweep is stopped."""
 
+_LAST_LINES_S = 5.0
+"""Seconds in which the last lines of a slot that has ended are read."""
+
 Listener = Callable[[Mapping[str, Any]], object]
+Events = queue.SimpleQueue[tuple["SlotProcess", dict[str, Any]]]
+Trials = Callable[["SlotProcess", Mapping[str, Any]], object]
+"""Called with what slots report of trials, and with `lost` for a slot that has ended."""
 
 
 def ledger_folder(spec: PipelineSpec) -> Path:
@@ -169,15 +134,17 @@ class _Sweep:
         self._failure: TrainflowError | None = None
         self._deaths = 0
         self._has_worked = False
-        self._shown = UnseenTrials()
+        self._shown: Trials = lambda slot, event: None
         self._slots = 1
 
     def run(self) -> SweepResult:
         began = time.monotonic()
         status = "KILLED"
         try:
-            if not self._ledger.is_done():
-                self._work()
+            if not self._ledger.is_done() and self._settings.runner == "processes":
+                self._keep_slots(lambda slot, event: None)
+            elif not self._ledger.is_done():
+                run_as_flow(self._spec, self._settings, self._keep_slots, debug=self._debug)
             try:
                 result = self._conclude(time.monotonic() - began)
             except StorageError as error:
@@ -208,15 +175,7 @@ class _Sweep:
 
     # -- slots --------------------------------------------------------------------------------------------------------
 
-    def _work(self) -> None:
-        if self._settings.runner == "processes":
-            self._keep_slots(UnseenTrials())
-            return
-        from trainflow.flows.sweeps.trial_tasks import run_as_flow
-
-        run_as_flow(self._spec, self._settings, self._keep_slots, debug=self._debug)
-
-    def _keep_slots(self, trials: UnseenTrials) -> str:
+    def _keep_slots(self, trials: Trials) -> str:
         """Keep slots running until every trial has ended, or one of them fails; the failure in one line, or nothing."""
         self._shown, self._has_worked = trials, True
         self._open_run()
@@ -249,13 +208,10 @@ class _Sweep:
                 wait_s = 0.0
                 if event.get("event") == "failed":
                     self._failure = self._failure or from_record(event["error"])
-                    self._shown.lose(slot, first_line(self._failure))
-                    continue
-                self._listener(event)
-                if event.get("event") == "began":
-                    self._shown.begin(slot, event)
-                elif event.get("event") == "ended":
-                    self._shown.end(slot, event)
+                    event = {"event": "lost", "reason": first_line(self._failure)}
+                else:
+                    self._listener(event)
+                self._shown(slot, event)
 
     def _look_after(self, slots: list[SlotProcess], events: Events) -> None:
         """Start another slot for one that died without a word; its trial is claimed again."""
@@ -267,7 +223,7 @@ class _Sweep:
             if self._failure is not None:
                 return
             code = slot.process.poll()
-            self._shown.lose(slot, f"Its process ended without a word (code {code}).")
+            self._shown(slot, {"event": "lost", "reason": f"Its process ended without a word (code {code})."})
             self._deaths += 1
             if self._deaths > _DEATHS:
                 self._failure = InfrastructureError(
@@ -353,7 +309,7 @@ class _Sweep:
         page = render_sweep(result, pictures)
         self._folder.replace(SWEEP_REPORT, page.encode())
         if self._run is not None:
-            self._log(result, page)
+            self._log(self._run, result, page)
         return result
 
     def _write_best(self, result: SweepResult) -> None:
@@ -365,9 +321,8 @@ class _Sweep:
             if self._run is not None:
                 self._run.log_file(text, name)
 
-    def _log(self, result: SweepResult, page: str) -> None:
-        assert self._run is not None  # noqa: S101 - the caller looked
-        self._run.log_file(page, SWEEP_REPORT)
+    def _log(self, run: tracking.TrackedRun, result: SweepResult, page: str) -> None:
+        run.log_file(page, SWEEP_REPORT)
         tags: dict[str, str | None] = {"trainflow.sweep.trials": count_words(result)}
         if len(result.best) == 1:
             best = self._with_run_id(result.trial(result.best[0]))
@@ -376,10 +331,10 @@ class _Sweep:
             tags["trainflow.sweep.best_run_id"] = best.notes.get("mlflow_run_id")
             tags |= {f"trainflow.sweep.best.{name}": str(value) for name, value in best.values.items()}
             values = dict(zip(result.objective, best.objective or (), strict=False))
-            self._run.log_metrics({f"best/{name}": value for name, value in values.items()}, len(result.trials))
+            run.log_metrics({f"best/{name}": value for name, value in values.items()}, len(result.trials))
         elif result.best:
             tags["trainflow.sweep.best_trials"] = ", ".join(map(str, result.best))
-        self._run.set_tags(tags)
+        run.set_tags(tags)
 
 
 def best_spec(spec: PipelineSpec, result: SweepResult, number: int) -> str:
@@ -389,3 +344,169 @@ def best_spec(spec: PipelineSpec, result: SweepResult, number: int) -> str:
     reached = reached_text(result.objective, best.objective or ())
     head = f"# Trial {number} of the sweep {result.name}: {reached}. What it made is not made again.\n"
     return head + dump_yaml(own.model_dump(mode="json", exclude_defaults=True))
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+class SlotProcess:
+    """One slot's process, in a separate session: Ctrl-C reaches us, and we stop it; `log` has what it prints."""
+
+    def __init__(self, number: int, orders: Mapping[str, Any], folder: Path, events: Events) -> None:
+        self.number = number
+        self.log = folder / f"slot-{number + 1}.log"
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "trainflow.flows.sweeps.trial_slot"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,
+            )
+        assert self.process.stdin is not None  # noqa: S101 - it is a pipe
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(f"{json.dumps(orders)}\n".encode())
+            self.process.stdin.flush()
+        self._reader = threading.Thread(target=self._read, args=(events,), name="trainflow-slot", daemon=True)
+        self._reader.start()
+
+    def _read(self, events: Events) -> None:
+        assert self.process.stdout is not None  # noqa: S101 - it is a pipe
+        with self.process.stdout as output:
+            for line in output:
+                with contextlib.suppress(ValueError):
+                    events.put((self, parse_json(line)))
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it runs."""
+        return self.process.poll() is None
+
+    def stop(self) -> None:
+        """Ask it to save the running trial, and to end."""
+        if self.is_alive:
+            self.process.send_signal(signal.SIGINT)
+
+    def wait(self, seconds: float) -> None:
+        """Wait for its end and its last events; end it at once after that time, or at another interruption."""
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(seconds)
+        finally:
+            if self.process.stdin is not None:
+                with contextlib.suppress(OSError):
+                    self.process.stdin.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(5)
+            self.process.kill()
+            self.process.wait()
+            self._reader.join(_LAST_LINES_S)
+
+
+def run_as_flow(spec: PipelineSpec, settings: SweepSettings, work: Callable[[Trials], str], *, debug: bool) -> None:
+    """Do the `work` of a sweep, which tells its argument of trials and returns what failed, in a flow of Prefect."""
+    import httpx
+
+    with prefect_api(), contextlib.ExitStack() as shown:
+        from prefect import Flow
+        from prefect.states import Cancelled, Completed, Failed
+        from prefect.task_runners import ThreadPoolTaskRunner
+
+        trials, raised, is_over = TrialTasks(settings), list[BaseException](), threading.Event()
+
+        def run(sweep: dict[str, Any]) -> State[Any]:
+            """Do the work. Prefect shows the argument."""
+            with own_flow_run():
+                try:
+                    failed = work(trials)
+                except KeyboardInterrupt as interrupt:
+                    raised.append(interrupt)
+                    return Cancelled(message="Interrupted. The same command resumes it.")
+                except Exception as error:
+                    raised.append(error)
+                    return Failed(message=first_line(error))
+                finally:
+                    is_over.set()
+                    trials.stop()
+            return Failed(message=failed) if failed else Completed()
+
+        runner: Any = ThreadPoolTaskRunner(max_workers=settings.parallel)
+        name, options = f"{spec.name}-{settings.name}", {"persist_result": False, "result_serializer": "json"}
+        flow: Any = Flow(
+            run, name=SWEEP_FLOW, flow_run_name=name, task_runner=runner, validate_parameters=False, **options
+        )
+        for handler in () if debug else console_handlers():  # Prefect's log goes to its API alone
+            logging.getLogger().removeHandler(handler)
+            shown.callback(logging.getLogger().addHandler, handler)
+        with masked_api_logs(), created_by_this_process():
+            try:
+                flow(settings.model_dump(mode="json", exclude_none=True), return_state=True)
+            except httpx.HTTPError as error:
+                if not is_over.is_set():
+                    raise
+                _log.warning("Prefect's server did not learn how the sweep ended: %s", first_line(error))
+    if raised:
+        raise raised[0]  # Prefect would wrap it
+
+
+class TrialTasks:
+    """Shows trials as tasks of Prefect, in threads of the command that watch: what trains is a slot.
+
+    A task runner that carries tasks elsewhere (Dask, Ray) could not do better. Whether a trial is running is a lock
+    that this machine's kernel gives back, and a slot ends with its owner by a pipe; neither reaches another machine.
+    Trainings do: `launch.engine`.
+    """
+
+    def __init__(self, settings: SweepSettings) -> None:
+        self._settings = settings
+        self._open: dict[int, Future[State[Any]]] = {}
+        self._tasks: list[Any] = []
+
+    def __call__(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
+        """Take an event of a slot: a trial has begun or ended, or the slot is lost, with the trial that it has."""
+        from prefect.states import Completed, Crashed, Failed
+
+        kind, reason = event.get("event"), str(event.get("reason") or "")
+        if kind == "began":
+            self._begin(slot.number, event)
+        elif kind == "lost":
+            self._finish(slot.number, Crashed(message=reason))
+        elif kind == "ended" and event["state"] == "complete":
+            self._finish(slot.number, Completed(message=reached_text(self._settings.objective, event["objective"])))
+        elif kind == "ended" and event["state"] == "pruned":
+            self._finish(slot.number, Completed(name="Pruned", message=reason))
+        elif kind == "ended":
+            self._finish(slot.number, Failed(message=reason))
+
+    def stop(self) -> None:
+        """End the tasks of what is still running, and wait until Prefect knows the ends of all."""
+        from prefect.states import Cancelled
+
+        for number in list(self._open):
+            self._finish(number, Cancelled(message="The sweep was stopped. The same command resumes it."))
+        while self._tasks:
+            self._tasks.pop().wait()
+
+    def _begin(self, slot: int, event: Mapping[str, Any]) -> None:
+        from prefect import Task
+        from prefect.cache_policies import NO_CACHE
+        from prefect.logging import get_run_logger
+
+        end: Future[State[Any]] = Future()
+        values = ", ".join(f"{name} = {value}" for name, value in event["values"].items())
+
+        def follow() -> State[Any]:
+            get_run_logger().info("%s", values)
+            state = end.result()
+            # The server ignores states older than the last one, and a trial may end before its task runs.
+            state.timestamp = datetime.now(UTC)
+            return state
+
+        name = f"trial-{event['trial']}"
+        task = Task(follow, name="trial", task_run_name=name, persist_result=False, cache_policy=NO_CACHE)
+        self._open[slot] = end
+        self._tasks.append(task.submit())
+
+    def _finish(self, slot: int, state: State[Any]) -> None:
+        if (end := self._open.pop(slot, None)) is not None:
+            end.set_result(state)

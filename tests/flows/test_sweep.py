@@ -26,8 +26,7 @@ from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
 from trainer_lib.launch.settings.gpu_selection import num_cores
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
-from trainflow.flows.sweeps.sweeping import run_sweep
-from trainflow.flows.sweeps.trial_tasks import run_as_flow
+from trainflow.flows.sweeps.sweeping import run_as_flow, run_sweep
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
 SHIFTED_RECIPE = toy.RECIPE.replace("y = self.linear(x)", "y = self.linear(x) + self.shift").replace(
@@ -216,10 +215,10 @@ def test_a_trial_that_ends_before_its_task_runs_has_ended_for_the_server(tmp_pat
     def work(trials: Any) -> str:
         slots = [SimpleNamespace(number=number) for number in range(2)]
         for slot in slots:
-            trials.begin(slot, {"trial": slot.number, "values": {}})
-        trials.lose(slots[1], "killed")  # one task at a time runs: this one waits for the first
+            trials(slot, {"event": "began", "trial": slot.number, "values": {}})
+        trials(slots[1], {"event": "lost"})  # one task at a time runs: this one waits for the first
         time.sleep(0.5)
-        trials.lose(slots[0], "killed")
+        trials(slots[0], {"event": "lost"})
         return ""
 
     run_as_flow(spec, spec.sweep, work, debug=False)
