@@ -431,9 +431,14 @@ def run_as_flow(spec: PipelineSpec, settings: SweepSettings, work: Callable[[Tri
             return Failed(message=failed) if failed else Completed()
 
         runner: Any = ThreadPoolTaskRunner(max_workers=settings.parallel)
-        name, options = f"{spec.name}-{settings.name}", {"persist_result": False, "result_serializer": "json"}
-        flow: Any = Flow(
-            run, name=SWEEP_FLOW, flow_run_name=name, task_runner=runner, validate_parameters=False, **options
+        flow = Flow(
+            run,
+            name=SWEEP_FLOW,
+            flow_run_name=f"{spec.name}-{settings.name}",
+            task_runner=runner,
+            persist_result=False,
+            result_serializer="json",
+            validate_parameters=False,
         )
         for handler in () if debug else console_handlers():  # Prefect's log goes to its API alone
             logging.getLogger().removeHandler(handler)

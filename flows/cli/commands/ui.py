@@ -116,8 +116,9 @@ def _find_run(chosen: Chosen, text: str | None) -> PastRun | None:
     """The run that is named, else the newest; None: none is recorded. Raises ConfigError for a name of no run."""
     if text is not None:
         return find_run(chosen.storage, text, field="--run")
+    pipeline = None if chosen.spec is None else chosen.spec.name
     with contextlib.suppress(ConfigError):
-        return find_run(chosen.storage, NEWEST, field="--run", pipeline=chosen.spec and chosen.spec.name)
+        return find_run(chosen.storage, NEWEST, field="--run", pipeline=pipeline)
     return None
 
 

@@ -435,8 +435,8 @@ def test_a_storage_that_is_named_has_to_be_there(path: Path) -> None:
         PlaceWords(None, "stroe").choose("runs")
     error = caught.value
     assert (error.field, error.value, error.remedy) == ("--storage", "stroe", 'Did you mean "store"?')
-    far, file, two = ((None, "elsewhere/far"), (None, "data.json"), ([str(path), "other.yaml"], None))
-    for words, says in ((far, "no such folder.*that a run used"), (file, "a file, not"), (two, "other.yaml: Give one")):
+    given: Any = ((None, "elsewhere/far"), (None, "data.json"), ([str(path), "other.yaml"], None))
+    for words, says in zip(given, ("no such folder.*that a run used", "a file, not", "yaml: Give one"), strict=True):
         with pytest.raises(ConfigError, match=says):
             PlaceWords(*words).choose("runs")
     # That of a spec may be one of runs to come.
