@@ -86,8 +86,6 @@ def statuses(handle: RunHandle) -> dict[str, str]:
 
 
 # -- one run is stuck -------------------------------------------------------------------------------------------------
-
-
 def leave_two(storage: Store) -> RunHandle:
     """Leave two finished runs in the spool; the first has a file."""
     first, second = start(storage, "first"), start(storage, "second")
@@ -99,27 +97,31 @@ def leave_two(storage: Store) -> RunHandle:
     return second.handle
 
 
-@pytest.mark.parametrize("stuck", ["send_file", "send_points"])
-def test_a_run_that_the_server_does_not_take_holds_back_no_other(
-    storage: Store, monkeypatch: pytest.MonkeyPatch, stuck: str
+@pytest.mark.parametrize(
+    ("stuck", "first", "waits"),
+    [("send_file", "FINISHED", "1 run (1 file)"), ("send_points", "RUNNING", "1 run (1 point, 1 file)")],
+)
+def test_a_run_that_the_server_or_a_storage_does_not_take_holds_back_no_other_and_is_sent_later(
+    storage: Store, monkeypatch: pytest.MonkeyPatch, stuck: str, first: str, waits: str
 ) -> None:
     handle = leave_two(storage)
     real: Callable[..., None] = getattr(mlflow_client, stuck)
 
     def refuse(server: Any, run_id: str, *rest: Any) -> None:
         if server.get_run(run_id).info.run_name == "first":
-            raise ImportError("No module named 'boto3'")
+            raise StorageError("No module named 'boto3'", field="s3://b/model", remedy="Give credentials.")
         real(server, run_id, *rest)
 
     with monkeypatch.context() as patch:
         patch.setattr(mlflow_client, stuck, refuse)
         with pytest.raises(Exception, match="boto3"):
             delivery(handle).deliver()
-    assert statuses(handle)["second"] == "FINISHED"
-    assert str(find_waiting(storage)).startswith("1 run (")
+    assert statuses(handle) == {"first": first, "second": "FINISHED"}, "a storage that is away leaves no run open"
+    assert str(find_waiting(storage)) == waits
     assert delivery(handle).deliver()
     assert statuses(handle) == {"first": "FINISHED", "second": "FINISHED"}
     assert find_waiting(storage) is None
+    assert [path.read_bytes() for path in storage.local_path("mlartifacts").rglob("*.html")] == [b"<html>"]
 
 
 def test_a_server_that_does_not_answer_is_asked_once_in_a_pass(storage: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -136,30 +138,7 @@ def test_a_server_that_does_not_answer_is_asked_once_in_a_pass(storage: Store, m
     assert asked == ["first"]
 
 
-# -- files ------------------------------------------------------------------------------------------------------------
-
-
-def test_a_model_whose_storage_is_away_is_sent_later(storage: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = start(storage)
-    run.log_file(b"weights", "model/model.safetensors")
-    run.finish("FINISHED")
-
-    def away(*_: Any) -> Any:
-        raise StorageError("Could not list it: no credentials.", field="s3://b/model", remedy="Give credentials.")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(mlflow_client, "send_file", away)
-        with pytest.raises(Exception, match="Could not list it"):
-            delivery(run.handle).deliver()
-    assert statuses(run.handle) == {"digits": "FINISHED"}  # a storage that is away leaves no run open
-    assert str(find_waiting(storage)) == "1 run (1 file)"
-    assert delivery(run.handle).deliver()
-    assert [path.read_bytes() for path in storage.local_path("mlartifacts").rglob("*.safetensors")] == [b"weights"]
-
-
 # -- a run that a person deleted --------------------------------------------------------------------------------------
-
-
 def purge(uri: str, run_id: str) -> None:
     """Remove a deleted run from the database, as `mlflow gc` does."""
     module: Any = sqlalchemy_store
@@ -209,8 +188,6 @@ def test_what_is_left_of_a_run_that_was_deleted_is_set_aside(
 
 
 # -- two machines train one run, the first one's points arrive last ---------------------------------------------------
-
-
 def log(session: Session, steps: range) -> None:
     for step in steps:
         session.write({"t": spool.now_ms(), "s": step, "m": {"loss": 1 / step}})
@@ -238,8 +215,6 @@ def test_points_that_arrive_after_those_of_the_machine_that_went_on_are_there_on
 
 
 # -- what cannot be delivered from here -------------------------------------------------------------------------------
-
-
 def test_a_session_that_cannot_be_read_is_named_once_and_holds_back_no_other(
     storage: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -402,8 +377,6 @@ def test_what_another_server_never_took_costs_a_later_command_a_few_seconds(
 
 
 # -- whole pipelines --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def away(folder: Path) -> Iterator[Any]:
     """A function that takes MLflow's database away, or gives it back."""
@@ -477,8 +450,6 @@ def test_sync_delivers_by_itself(folder: Path, away: Any, cli: Cli) -> None:
 
 
 # -- signals while a run closes ---------------------------------------------------------------------------------------
-
-
 def test_signals_while_the_run_closes_neither_stop_it_nor_make_another_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
