@@ -62,7 +62,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 MANY = str((os.cpu_count() or 1) + 1)
 
 
-# tests/unit/flows/test_bad_input_words.py has the words for a hundred other values.
+# tests/unit/flows/test_commands.py has the words for a hundred other values.
 @pytest.mark.parametrize(
     ("override", "where", "why", "do"),
     [
@@ -146,50 +146,38 @@ def test_the_same_command_works_once_its_cause_is_repaired(tmp_path: Path, cli: 
     assert len(committed(tmp_path / "store")) == 3
 
 
-# What fails while it runs: the file of the project, and what is edited there.
-EDITS = {
-    "prepare raises": ("data.py", 'out.info["slope"] = 2.0', 'raise KeyError("slope")'),
-    "a row raises": ("data.py", "random.Random(seed)", "random.Random(seed / 0)"),
-    "an empty split": ("data.py", "points(16, 1)", "points(0, 1)"),
-    "build_model raises": (
-        "recipe.py",
-        "    import torch\n\n",
-        '    import torch\n    raise RuntimeError("no weights")\n',
-    ),
-    "collate raises": ("recipe.py", "return Line()\n", f"return Line()\n{COLLATED % PIXELS}"),
-    "a batch that forward does not take": ("recipe.py", "return Line()\n", f"return Line()\n{COLLATED % ZEROS}"),
-    "a model without a loss": ("recipe.py", WITH_LOSS, 'return {"logits": y}'),
-    "compute_metrics raises": ("measures.py", "p.predictions -", "p.prediction -"),
-    "an unknown split": ("pipeline.yaml", "splits: [test]", "splits: [test, tset]"),
-}
-# The stage that fails (those before it are found committed, or run), the exit code, and what has to be said.
-SAID = {
-    "prepare raises": ("prepare-data", 10, "data.py:6 in prepare", "KeyError: 'slope'", "Fix the recipe"),
-    "a row raises": ("prepare-data", 10, "data.py:14 in points", "ZeroDivisionError", "Fix the recipe"),
-    "an empty split": ("prepare-data", 11, "prepare = test", "split 'test' is empty", "Check the filters"),
-    "build_model raises": ("train", 10, "recipe.py:3 in build_model", "RuntimeError: no weights", "Fix the recipe"),
-    "collate raises": ("train", 10, "recipe.py:21 in ", "KeyError: 'pixels'", "Fix the recipe"),
-    "a batch that forward does not take": (
-        "train",
-        2,
-        "model",
-        "The batch has pixels, labels; the model",
-        "Let collate",
-    ),
-    "a model without a loss": ("train", 2, "model", "returned no loss but only logits; it was", "Return the loss"),
-    "compute_metrics raises": ("evaluate", 10, "in compute_metrics", "AttributeError.*'prediction'", "Fix the recipe"),
+# What fails while it runs: the file of the project, and what is edited there; then the stage that fails (those before
+# it are found committed, or run), the exit code, and what has to be said.
+RAISES, ENDS, FIX = '    import torch\n    raise RuntimeError("no weights")\n', "return Line()\n", "Fix the recipe"
+CASES = {
+    "prepare raises": ("data.py", 'out.info["slope"] = 2.0', 'raise KeyError("slope")',
+                       "prepare-data", 10, "data.py:6 in prepare", "KeyError: 'slope'", FIX),
+    "a row raises": ("data.py", "random.Random(seed)", "random.Random(seed / 0)",
+                     "prepare-data", 10, "data.py:14 in points", "ZeroDivisionError", FIX),
+    "an empty split": ("data.py", "points(16, 1)", "points(0, 1)",
+                       "prepare-data", 11, "prepare = test", "split 'test' is empty", "Check the filters"),
+    "build_model raises": ("recipe.py", "    import torch\n\n", RAISES,
+                           "train", 10, "recipe.py:3 in build_model", "RuntimeError: no weights", FIX),
+    "collate raises": ("recipe.py", ENDS, f"{ENDS}{COLLATED % PIXELS}",
+                       "train", 10, "recipe.py:21 in ", "KeyError: 'pixels'", FIX),
+    "a batch that forward does not take": ("recipe.py", ENDS, f"{ENDS}{COLLATED % ZEROS}",
+                       "train", 2, "model", "The batch has pixels, labels; the model", "Let collate"),
+    "a model without a loss": ("recipe.py", WITH_LOSS, 'return {"logits": y}',
+                               "train", 2, "model", "returned no loss but only logits; it was", "Return the loss"),
+    "compute_metrics raises": ("measures.py", "p.predictions -", "p.prediction -",
+                               "evaluate", 10, "in compute_metrics", "AttributeError.*'prediction'", FIX),
     # Refused before the training that comes before its use.
-    "an unknown split": ("train", 2, "evaluate.splits = tset", "no such split", "'test'"),
-}
+    "an unknown split": ("pipeline.yaml", "splits: [test]", "splits: [test, tset]",
+                         "train", 2, "evaluate.splits = tset", "no such split", "'test'"),
+}  # fmt: skip
 TITLES = {2: "bad input", 10: "your code raised", 11: "bad data"}
 
 
-@pytest.mark.parametrize("case", SAID)
+@pytest.mark.parametrize("case", CASES)
 def test_what_shows_when_it_runs_ends_its_stage(ground: Path, case: str, tmp_path: Path, cli: Cli) -> None:
-    before, (failing, code, where, why, do) = committed(ground), SAID[case]
+    before, (file, old, new, failing, code, where, why, do) = committed(ground), CASES[case]
     spec = project(tmp_path, storage=ground)
     (tmp_path / "measures.py").write_text(MODEL)
-    file, old, new = EDITS[case]
     assert old in (tmp_path / file).read_text()
     (tmp_path / file).write_text((tmp_path / file).read_text().replace(old, new, 1))
     measures = ["evaluate.recipe=measures.py"] if file == "measures.py" else []
@@ -221,7 +209,7 @@ def test_a_stage_alone_needs_what_comes_before_it(tmp_path: Path, cli: Cli, pref
 @pytest.mark.usefixtures("prefect_server")
 def test_a_traceback_is_shown_when_it_is_asked_for(tmp_path: Path, cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # the run's files are kept
-    done = cli("run", project(tmp_path, data=DATA.replace(*EDITS["prepare raises"][1:])), *IN_PROCESS, "--debug")
+    done = cli("run", project(tmp_path, data=DATA.replace(*CASES["prepare raises"][1:3])), *IN_PROCESS, "--debug")
     assert done.code == 10
     assert frames(done.err) == [(str(tmp_path / "data.py"), "6", "prepare")]
 
@@ -235,10 +223,8 @@ def frames(text: str) -> list[tuple[str, str, str]]:
 # -- what an evaluation cannot measure --------------------------------------------------------------------------------
 
 GROUPED = RECIPE.replace('yield {"x"', 'yield {"group": f"{x:.9f}", "sign": int(x > 0), "x"')
-OBJECT = (
-    GROUPED.partition("def compute_metrics")[0]
-    + "import torchmetrics\n\ncompute_metrics = torchmetrics.MeanSquaredError()\n"
-)
+OBJECT_ALONE = "import torchmetrics\n\ncompute_metrics = torchmetrics.MeanSquaredError()\n"
+OBJECT = GROUPED.partition("def compute_metrics")[0] + OBJECT_ALONE
 # The model as it begins cannot be evaluated; the trained one can.
 UNREADY = GROUPED.replace(
     "            y = self",
@@ -246,9 +232,6 @@ UNREADY = GROUPED.replace(
                 raise ValueError("not trained yet")
             y = self""",
 ).replace("Linear(1, 1)\n", "Linear(1, 1)\n            torch.nn.init.zeros_(self.linear.weight)\n")
-
-
-OBJECT_ALONE = "import torchmetrics\n\ncompute_metrics = torchmetrics.MeanSquaredError()\n"
 PINBALL = "{name: sklearn.metrics:mean_pinball_loss, alhpa: 0.9}"
 
 
@@ -291,11 +274,8 @@ def test_what_cannot_be_measured_is_refused_by_the_run_before_it_trains_and_by_a
 
 
 def test_what_can_be_measured_trains_and_is_not_tried_again(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = (
-        "evaluate.metrics=[mae, r2, {name: sklearn.metrics:max_error, as: most}]",
-        "evaluate.slices=[sign]",
-        "publish.enabled=false",
-    )
+    measured = "evaluate.metrics=[mae, r2, {name: sklearn.metrics:max_error, as: most}]"
+    good = (measured, "evaluate.slices=[sign]", "publish.enabled=false")
     events: list[object] = []
     with progress.subscribe(lambda event: events.append(event.get("message")) if "warning" in event.values() else None):
         first = run(fresh, *good)
