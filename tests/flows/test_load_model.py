@@ -211,13 +211,9 @@ def test_what_a_digest_trusts_is_all_that_decides_what_is_executed(folder: Path)
         return read_description(json.dumps(record | changed).encode(), FILE).code_digest
 
     assert digest(name="other", info={"slope": 3}) == digest()
-    for changed in (
-        {"fallback": "recipe.py"},
-        {"paths": [".", "src"]},
-        {"model": {"backbone": "x"}},
-        {"options": {"a": 1}},
-    ):
-        assert digest(**changed) != digest(), changed
+    changes = {"fallback": "recipe.py", "paths": [".", "src"], "model": {"backbone": "x"}, "options": {"a": 1}}
+    for name, value in changes.items():
+        assert digest(**{name: value}) != digest(), name
 
 
 def test_loading_and_predicting_leave_the_callers_process_as_it_is(folder: Path) -> None:
@@ -278,8 +274,6 @@ def test_code_with_a_token_is_not_published_and_code_can_stay_at_home(folder: Pa
 
 
 # -- import trainflow -------------------------------------------------------------------------------------------------
-
-
 def loaded(folder: Path, *overrides: str) -> trainflow.Spec:
     return trainflow.Spec.load(folder / "pipeline.yaml", *IN_PROCESS, "tracking.enabled=true", *overrides)
 
@@ -383,22 +377,18 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     assert trainflow.runs(str(tmp_path / "empty")).table.empty
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
+def test_a_storage_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in S3_AWAY.items():
+        monkeypatch.setenv(name, value)
+    asked: tuple[Callable[[], object], ...] = (
         lambda: trainflow.Run("last", storage="s3://bucket/x"),
         lambda: trainflow.Run("s3://bucket/x/runs/c829239451964185"),
         lambda: trainflow.runs("s3://bucket/x"),
-    ],
-)
-def test_a_storage_out_of_reach_is_one_sentence(
-    ask: Callable[[], trainflow.Run | trainflow.Runs], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in S3_AWAY.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(StorageError) as refused:
-        ask()
-    assert "the store does not answer (the connection is refused)" in refused.value.message
-    assert refused.value.message.count(". ") == 0
-    assert str(refused.value.field).startswith("s3://bucket/x")
-    assert "Check the" in str(refused.value.remedy)
+    )
+    for number, ask in enumerate(asked):
+        with pytest.raises(StorageError) as refused:
+            ask()
+        assert "the store does not answer (the connection is refused)" in refused.value.message, number
+        assert refused.value.message.count(". ") == 0, number
+        assert str(refused.value.field).startswith("s3://bucket/x"), number
+        assert "Check the" in str(refused.value.remedy), number

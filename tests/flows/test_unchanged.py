@@ -32,7 +32,6 @@ from trainer_lib.errors import ConfigError, NewerVersionError, TrainflowError
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainflow.flows import pipeline as _pipeline
 from trainflow.flows import pipeline as module
 from trainflow.flows.cli.commands.execution import _choose
 from trainflow.flows.pipeline import run_pipeline
@@ -187,7 +186,7 @@ def test_the_sign_goes_once_prefect_knows_the_end(folder: Path, monkeypatch: pyt
         return [run_folder(spec.storage, name) for name in Store.open(spec.storage).child("runs").children()]
 
     monkeypatch.setattr(FlowRunEngine, "set_state", set_state)
-    assert ran(module.run_pipeline(spec)) == set()
+    assert ran(run_pipeline(spec)) == set()
     assert sum(signs) == 1, "a process that is killed now leaves a sign"
     assert sum(len(read_signs(each)) for each in runs()) == 0
 
@@ -205,7 +204,7 @@ def test_the_sign_stays_where_prefect_did_not_learn_the_end(
 
     monkeypatch.setattr(module, "pipeline", without_answer)
     with caplog.at_level(logging.WARNING):
-        result = module.run_pipeline(spec)
+        result = run_pipeline(spec)
     assert result.ok
     assert "did not learn how the run ended" in caplog.text
     assert len(read_signs(run_folder(spec.storage, result.pipeline_key[:16]))) == 1
@@ -360,7 +359,7 @@ def test_a_retry_of_a_flow_run_forces_only_what_had_not_begun(folder: Path, monk
             flow_run.began = began
             yield flow_run
 
-    monkeypatch.setattr(_pipeline, "own_flow_run", retried)
+    monkeypatch.setattr(module, "own_flow_run", retried)
     again = run(folder, "tracking.enabled=true", force=forced)
     assert "train" not in ran(again)
     assert {"evaluate", "push-to-hub"} <= ran(again)
