@@ -36,12 +36,12 @@ class StopEarlySettings(Settings):
     """train.stop_early: the training ends when evaluations no longer improve, with the best weights."""
 
     metric: str = Field(
-        "loss", min_length=1, description="Metric of the evaluations while training: loss, or its name."
+        default="loss", min_length=1, description="Metric of the evaluations while training: loss, or its name."
     )
-    patience: int = Field(3, ge=1, description="Evaluations in a row without improvement that end it.")
-    threshold: float = Field(0.0, ge=0, description="Least improvement that counts, in the metric's unit.")
+    patience: int = Field(default=3, ge=1, description="Evaluations in a row without improvement that end it.")
+    threshold: float = Field(default=0.0, ge=0, description="Least improvement that counts, in the metric's unit.")
     greater_is_better: bool | None = Field(
-        None, description="Whether a greater metric is better; unset: not of losses and errors."
+        default=None, description="Whether a greater metric is better; unset: not of losses and errors."
     )
 
     def to_request(self) -> StopEarly:
@@ -186,17 +186,19 @@ def _split_command(value: Any) -> Any:
 class PreemptionSettings(Settings):
     """train.preemption: where notice is given that this machine is about to be taken away."""
 
-    file: str | None = Field(None, description="File whose appearance is the notice.")
+    file: str | None = Field(default=None, description="File whose appearance is the notice.")
     command: Annotated[list[str], BeforeValidator(_split_command)] = Field(
         default_factory=list, description="Program and arguments; exit code 0 is the notice. Started without a shell."
     )
-    url: str | None = Field(None, pattern="^https?://", description="URL whose answer with status 200 is the notice.")
+    url: str | None = Field(
+        default=None, pattern="^https?://", description="URL whose answer with status 200 is the notice."
+    )
     headers: dict[str, str] = Field(default_factory=dict, description="Headers of the request to url.")
     contains: str | None = Field(
-        None, description="Text that the answer of url must contain; unset: any answer is the notice."
+        default=None, description="Text that the answer of url must contain; unset: any answer is the notice."
     )
-    every_s: float = Field(5.0, gt=0, description="Seconds between two looks.")
-    timeout_s: float = Field(2.0, gt=0, description="Seconds that command or url may take.")
+    every_s: float = Field(default=5.0, gt=0, description="Seconds between two looks.")
+    timeout_s: float = Field(default=2.0, gt=0, description="Seconds that command or url may take.")
 
     @model_validator(mode="after")
     def _need_one_place(self) -> PreemptionSettings:
@@ -301,23 +303,24 @@ class EvaluateConfig(StageSettings):
 class RegisterConfig(Settings):
     """register: the trained model as a version of a model in MLflow's registry."""
 
-    name: str | None = Field(None, min_length=1, description="Name of the registered model; unset: none.")
-    alias: str = Field("champion", min_length=1, description="Alias of the best version.")
+    name: str | None = Field(default=None, min_length=1, description="Name of the registered model; unset: none.")
+    alias: str = Field(default="champion", min_length=1, description="Alias of the best version.")
     metric: str | None = Field(
-        None,
+        default=None,
         description="Metric (<split>_<name>, of compute_metrics) in which a version must be better to get the alias; "
         "unset: only the first version gets it.",
     )
     greater_is_better: bool | None = Field(
-        None, description="Whether a greater metric is better; unset: not of losses and errors."
+        default=None, description="Whether a greater metric is better; unset: not of losses and errors."
     )
     resamples: int = Field(
-        1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."
+        default=1000, ge=100, le=5000, description="Resamples of the evaluated rows for the comparison of two versions."
     )
     flavor: Literal["transformers"] | None = Field(
-        None, description="transformers: mlflow.transformers.load_model loads a version, too; uploads its weights."
+        default=None,
+        description="transformers: mlflow.transformers.load_model loads a version, too; uploads its weights.",
     )
-    description: str = Field("", description="Text of the version.")
+    description: str = Field(default="", description="Text of the version.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the version.")
 
     @property
@@ -390,10 +393,11 @@ class PublishConfig(StageSettings):
 class TrackingConfig(Settings):
     """The server that records parameters, curves and models."""
 
-    enabled: bool = Field(True, description="False records nothing in MLflow.")
+    enabled: bool = Field(default=True, description="False records nothing in MLflow.")
     uri: str | None = Field(
-        None, description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite next to the storage."
+        default=None,
+        description="MLflow server or database; unset: MLFLOW_TRACKING_URI, else sqlite next to the storage.",
     )
-    experiment: str | None = Field(None, min_length=1, description="Experiment; unset: the pipeline's name.")
-    run_name: str | None = Field(None, description="Name of the MLflow run; unset: the pipeline's name.")
+    experiment: str | None = Field(default=None, min_length=1, description="Experiment; unset: the pipeline's name.")
+    run_name: str | None = Field(default=None, description="Name of the MLflow run; unset: the pipeline's name.")
     tags: dict[str, str] = Field(default_factory=dict, description="Tags of the MLflow run.")

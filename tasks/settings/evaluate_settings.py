@@ -94,9 +94,9 @@ class BenchmarkSettings(Settings):
     """A task of evaluate.benchmarks."""
 
     task: str = Field(min_length=1, description="Its name in lm-eval, or a YAML file of a task, or a folder of these.")
-    fewshot: int | None = Field(None, ge=0, description="Examples before a question; unset: as the task says.")
-    limit: int | None = Field(None, ge=2, description="Rows, at most; unset: all.")
-    chat: bool = Field(False, description="Ask in the tokenizer's chat template.")
+    fewshot: int | None = Field(default=None, ge=0, description="Examples before a question; unset: as the task says.")
+    limit: int | None = Field(default=None, ge=2, description="Rows, at most; unset: all.")
+    chat: bool = Field(default=False, description="Ask in the tokenizer's chat template.")
 
     def to_request(self, limit: int | None) -> Benchmark:
         """These settings as the worker takes them, with the rows of a check of the pipeline as a limit."""

@@ -37,7 +37,7 @@ class RunnerSettings(Settings):
         description="Cluster that runs the workers as tasks of Prefect: dask or ray (the extras of these names)."
     )
     address: str | None = Field(
-        None,
+        default=None,
         description="The cluster: tcp://host:8786 of Dask's scheduler; host:port of Ray's head, or auto. unset: one on "
         "this machine, started for the stage and ended with it.",
     )
@@ -74,14 +74,14 @@ class MixtureSource(Settings):
     """A source of prepare.mixture."""
 
     source: str = Field(min_length=1, description="As of prepare.sources.")
-    name: str | None = Field(None, pattern=_NAME, description="Its name in curves; unset: that of the file.")
+    name: str | None = Field(default=None, pattern=_NAME, description="Its name in curves; unset: that of the file.")
     weight: Weight | None = Field(
-        None, description="Its share of the rows, relative to the others'; unset: by size, times epochs."
+        default=None, description="Its share of the rows, relative to the others'; unset: by size, times epochs."
     )
     epochs: float | None = Field(
-        None, gt=0, allow_inf_nan=False, description="Passes in an epoch, at most; unset: as many as its share."
+        default=None, gt=0, allow_inf_nan=False, description="Passes in an epoch, at most; unset: as many as its share."
     )
-    tokens: int | None = Field(None, gt=0, description="Tokens in an epoch, at most, in place of epochs.")
+    tokens: int | None = Field(default=None, gt=0, description="Tokens in an epoch, at most, in place of epochs.")
 
     @model_validator(mode="after")
     def _have_one_budget(self) -> MixtureSource:
@@ -102,10 +102,10 @@ class MixtureSettings(Settings):
 
     sources: list[MixtureSource] = Field(min_length=1, description="What is mixed.")
     temperature: float = Field(
-        1.0, gt=0, allow_inf_nan=False, description="T: sources without weight get size^(1/T); 1: by size."
+        default=1.0, gt=0, allow_inf_nan=False, description="T: sources without weight get size^(1/T); 1: by size."
     )
     schedule: dict[Annotated[int, Field(gt=0)], dict[str, Weight]] = Field(
-        {}, description="Optimizer step -> weights from it on; sources that are not named keep theirs."
+        default={}, description="Optimizer step -> weights from it on; sources that are not named keep theirs."
     )
 
     @property
