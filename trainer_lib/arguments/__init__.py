@@ -2,8 +2,6 @@
 
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
 from trainer_lib.arguments.enums import (
-    DebugOption,
-    FSDPOption,
     HubStrategy,
     IntervalStrategy,
     OptimizerNames,
@@ -16,12 +14,9 @@ from trainer_lib.arguments.fields import arg
 from trainer_lib.arguments.numeric import evaluation_fields, evaluation_matters, numeric_fields
 from trainer_lib.arguments.parser import ArgumentParser, HfArgumentParser
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TFTrainingArguments, TrainingArguments
-from trainer_lib.base.suggestions import nearest, suggestion
 
 __all__ = [
     "ArgumentParser",
-    "DebugOption",
-    "FSDPOption",
     "HfArgumentParser",
     "HubStrategy",
     "IntervalStrategy",
@@ -36,8 +31,6 @@ __all__ = [
     "arg",
     "evaluation_fields",
     "evaluation_matters",
-    "nearest",
     "numeric_fields",
-    "suggestion",
     "total_batch_size",
 ]
