@@ -356,11 +356,11 @@ def _merged(setting: LauncherSetting, given: Any, default: Any) -> Any:
     if setting.name in ("fsdp_config", "deepspeed"):
         if isinstance(given, str) and isinstance(setting.value, str):
             raise _contradiction(setting.name, given, setting.value, setting.source)
-        both = (
+        ours, theirs = (
             io.read_mapping(Path(value), field=setting.name) if isinstance(value, str) else value
             for value in (given, setting.value)
         )
-        return _merged_mappings(*both, setting.name, setting.source)
+        return _merged_mappings(ours, theirs, setting.name, setting.source)
     raise _contradiction(setting.name, given, setting.value, setting.source)
 
 
