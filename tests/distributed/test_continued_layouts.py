@@ -50,7 +50,7 @@ def resumed(folder: str, layouts: Mapping[str, dict[str, int]]) -> dict[str, lis
     """Losses and weights of a training with dropout that goes through, and of one that is stopped and resumed."""
     out: dict[str, list[Any]] = {}
     for name, sizes in layouts.items():
-        given: dict[str, Any] = {**LONGER, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+        given: dict[str, Any] = {**LONGER, "parallelism": sizes}
         made = mixture if "expert" in sizes else llama
         for stop in (None, 2):
             one = train_in_parts(partial(_with_dropout, f"{folder}/{name} {stop}", made, given), stop)
@@ -105,8 +105,7 @@ def continued(
     folder: str, sizes: dict[str, int] | None, source: str | None, stop: int | None, model: str
 ) -> list[float]:
     """Losses of a training, stopped or from a checkpoint of another layout."""
-    given: dict[str, Any] = {**LONGER, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
-    one = trainer(folder, ROWS, model=MODELS[model](), **given)
+    one = trainer(folder, ROWS, model=MODELS[model](), **LONGER, parallelism=sizes)
     if stop:
         one.add_callback(StopAt(stop))
         with pytest.raises(Preempted):
