@@ -119,11 +119,7 @@ def train_in_group(folder: str, spikes: tuple[int, ...], at: int, how: int, give
 
 
 def stop_and_resume(folder: str, at: int, given: dict[str, Any]) -> tuple[int, list[int], dict[str, Any]]:
-    """On each rank: stop the training in `folder` at step `at`, and continue it with another Trainer.
-
-    Returns:
-        The step at which it stopped, the steps of the checkpoints then, and what it ended with.
-    """
+    """On each rank: stop at step `at` and resume; the step and the checkpoints of the stop, and what it ended with."""
     stopped = train_in_group(folder, (ROW,), at, signal.SIGTERM, given)["stopped"]
     found = checkpoints(Path(folder))
     distributed.init(arguments(folder)).barrier()  # before another rank saves

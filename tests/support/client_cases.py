@@ -38,13 +38,7 @@ class Case:
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
-    """Take a case through every step; a step that fails keeps the next ones that depend on it from being tried.
-
-    Returns:
-        errors: step -> what was raised. logs: every entry of the log, with its step. resumed: those of the second
-        trainer. loaded: the largest difference between a weight that was loaded and the one that was saved. looks: what
-        the case looks at, of the first and of the second trainer.
-    """
+    """Take a case through every step; a step that fails keeps the next ones that depend on it from being tried."""
     outcome: dict[str, Any] = {"errors": {}, "logs": [], "resumed": [], "loaded": None, "looks": []}
     whole, saved = str(folder / "whole"), str(folder / "saved")
 

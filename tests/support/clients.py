@@ -63,11 +63,7 @@ def install() -> int:
 
 @dataclass(frozen=True)
 class Runs:
-    """The cases of a client on both Trainers.
-
-    Attributes:
-        ours, transformers: outcome of each case by its name, as `client_cases.run` returns it.
-    """
+    """The outcomes of a client's cases on both Trainers, by name, as `client_cases.run` returns them."""
 
     ours: dict[str, dict[str, Any]]
     transformers: dict[str, dict[str, Any]]
@@ -78,24 +74,12 @@ CLIENTS = {"TRL": "tests.support.trl_cases", "sentence-transformers": "tests.sup
 
 
 def run_cases(name: str, output: Path) -> Runs:
-    """Run the cases of a client on our Trainer and on that of transformers, each side in one process of its own.
-
-    Args:
-        name: a key of `CLIENTS`.
-        output: an empty folder for what the trainings write.
-    """
+    """Run a client's cases on both Trainers, each side in one process, below an empty folder."""
     return Runs(*(run_side(name, side, output / side) for side in ("ours", "transformers")))
 
 
 def run_side(name: str, side: str, output: Path, *, only: str = "", processes: int = 1) -> dict[str, Any]:
-    """Run the cases of a client, or one of them, on one side; return the outcomes by case.
-
-    Args:
-        side: "ours" or "transformers".
-        output: a folder for what the trainings write; it is made.
-        only: name of a case.
-        processes: with more than one, torchrun starts them.
-    """
+    """Run the cases of a client, or the `only` one, on "ours" or "transformers"; several processes by torchrun."""
     answer = output / "answer.json"
     output.mkdir()
     given = [CLIENTS[name], side, str(output), str(answer), only]
@@ -107,11 +91,7 @@ def run_side(name: str, side: str, output: Path, *, only: str = "", processes: i
 
 
 def run_module(module: str, *arguments: str, output: Path, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run a module where the clients can be imported, without a network; more than one process by torchrun.
-
-    Args:
-        output: the working directory, and the place of temporary files.
-    """
+    """Run a module in `output` where the clients can be imported, without a network; several processes by torchrun."""
     env = {**os.environ, "PYTHONPATH": os.pathsep.join((str(ROOT), str(folder()))), "HF_HUB_OFFLINE": "1"}
     env["TMPDIR"] = str(output)  # torchrun leaves a folder there
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]

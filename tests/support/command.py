@@ -122,11 +122,7 @@ def running(
     env: Mapping[str, str] | None = None,
     program: Path | None = None,
 ) -> Iterator[Running]:
-    """A command in a session of its own; killed at the end if it still runs.
-
-    Args:
-        program: a file to run in place of `trainflow`.
-    """
+    """A command, or a file in its place, in a session of its own; killed at the end if it still runs."""
     command = TRAINFLOW if program is None else [sys.executable, str(program)]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -149,11 +145,7 @@ def running(
 
 @contextlib.contextmanager
 def engine(home: Path) -> Iterator[dict[str, str]]:
-    """Keep one embedded server up, which every command with the yielded environment uses: they start in half the time.
-
-    Args:
-        home: a folder for Prefect's database and log.
-    """
+    """Keep an embedded server in `home` up; commands with the yielded variables use it, and start in half the time."""
     program = (
         "import sys\n"
         "from trainflow.flows.server.api import prefect_api, quiet_environment\n"

@@ -44,12 +44,7 @@ class RemoteFailure(AssertionError):
 
 @contextlib.contextmanager
 def loaded(*modules: str, **env: str) -> Iterator[None]:
-    """Within the block, the processes of `run_distributed` are forked from one that has imported these modules.
-
-    Args:
-        modules: what is imported once instead of once in every process; it must not start threads.
-        env: variables that the import needs.
-    """
+    """In the block, `run_distributed` forks from a process that has imported these modules; they start no threads."""
     _keep_sockets_out_of_tmp()
     ours, theirs = _context.Pipe()
     process = _context.Process(target=_serve, args=(theirs, modules, {**os.environ, **env}), name="loaded")

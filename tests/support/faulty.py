@@ -38,11 +38,7 @@ class Faults:
         self._dead = False
 
     def plan(self, at: int | None, kind: Kind = "error", *, only: str = "") -> None:
-        """From now on count from one; write number `at` goes wrong (None: none does).
-
-        Args:
-            only: count writes with this text in their path alone: a run also writes signs of life when it likes.
-        """
+        """From now on count writes with `only` in their path: number `at` goes wrong (None: none does)."""
         self.count, self.log, self._at, self._kind, self._dead = 0, [], at, kind, False
         self._only = only
 

@@ -16,12 +16,7 @@ LIMIT_S = 30.0
 
 
 class Gate:
-    """Between claiming a checkpoint's folder and its first file: `before(step)` is called in the thread that writes.
-
-    Attributes:
-        started: set whenever a save has reached the gate.
-        threads: the names of those that wrote.
-    """
+    """Between claiming a checkpoint's folder and its first file: `before(step)` is called in the thread that writes."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, before: Callable[[int], None]) -> None:
         self.started = threading.Event()

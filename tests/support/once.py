@@ -11,13 +11,7 @@ import pytest
 
 
 def once_per_run(factory: pytest.TempPathFactory, name: str, fill: Callable[[Path], None]) -> Path:
-    """Return a folder that `fill` was called with once; the other processes wait for it. Nothing may change it later.
-
-    Args:
-        factory: where pytest keeps temporary folders; those of xdist's processes lie in one.
-        name: the folder's name, unique among all tests.
-        fill: writes the folder's contents. Nothing of it may stay open, and no path in it may lead elsewhere.
-    """
+    """Return a folder that `fill` was called with once for all test processes; nothing may change it later."""
     root = _root(factory)
     folder, done = root / f"once-{name}", root / f"once-{name}.done"
     with (root / f"once-{name}.lock").open("w") as lock:

@@ -76,11 +76,7 @@ class Make:
         return type("Mine", (self.lib.TrainerCallback,), methods)()
 
     def __call__(self, cls: Any = None, *, model: nn.Module | None = None, args: Any = None, **given: Any) -> Any:
-        """A Trainer of this class, from keywords of its constructor and settings of its arguments.
-
-        Args:
-            cls: a class of the library, or one on `Either` (the default is the library's Trainer).
-        """
+        """A Trainer of a class of the library, or on `Either`, from keywords of its constructor and its arguments."""
         cls = cls or self.lib.Trainer
         if not issubclass(cls, self.lib.Trainer):
             cls = type(cls.__name__, (cls, self.lib.Trainer), {})

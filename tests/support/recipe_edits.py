@@ -336,11 +336,7 @@ class Counts:
 
 
 def check(seed: int, folder: Path, counts: Counts, edits: int = 6) -> None:
-    """Make a project, edit it, and compare outputs with keys.
-
-    Raises:
-        AssertionError: an output changed under an unchanged key.
-    """
+    """Make a project, edit it, and assert that no output changes under an unchanged key."""
     draw = random.Random(seed)
     project = make_project(draw)
     sources = project.sources()
@@ -407,11 +403,7 @@ def _outputs_of(project: Project) -> dict[str, str | None] | None:
 
 
 def compare_plans_with_runs(folder: Path, seed: int, most: int) -> int:
-    """Edit a random recipe up to `most` times; before each run compare what is planned, and return the edits made.
-
-    Raises:
-        AssertionError: a run did something else than its plan.
-    """
+    """Edit a random recipe up to `most` times; assert that runs do what is planned, and return the edits made."""
     (folder / "pyproject.toml").write_text("")
     (folder / "pipeline.yaml").write_text(SPEC)
     draw = random.Random(seed)

@@ -15,12 +15,7 @@ _NO_DROPOUT: dict[str, Any] = {"hidden_dropout_prob": 0.0, "attention_probs_drop
 
 
 def save_tokenizer(folder: Path, *, pairs: bool, ends: bool = False) -> None:
-    """Save a word-level tokenizer.
-
-    Args:
-        pairs: put [CLS] and [SEP] around one or two texts.
-        ends: put [EOS] after each text.
-    """
+    """Save a word-level tokenizer: `pairs` puts [CLS] and [SEP] around texts, `ends` [EOS] after each."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 

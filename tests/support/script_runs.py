@@ -113,13 +113,7 @@ def swap_imports(source: str) -> str:
 
 
 def run_set(name: str, source: Path, folder: Path) -> Runs:
-    """Run a set of scripts on both sides, each side in one process.
-
-    Args:
-        name: a key of `SETS`.
-        source: the folder of the scripts.
-        folder: an empty folder for models, data and what the scripts write.
-    """
+    """Run a set of scripts of the folder `source` on both sides, each in one process, below an empty folder."""
     save_models(folder / "models")
     save_rows(folder / "data")
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join((str(ROOT), str(ROOT / _STAND_INS)))}

@@ -24,16 +24,7 @@ def is_installed() -> bool:
 
 
 def run_cases(output: Path, *names: str, **variables: str) -> dict[str, Any]:
-    """Run cases in that interpreter, on torch_xla's CPU client.
-
-    Args:
-        output: an empty folder for what the trainings write.
-        names: keys of `CASES`.
-        variables: environment variables of the process.
-
-    Returns:
-        What each case returned, by its name.
-    """
+    """Run `CASES` in that interpreter, on torch_xla's CPU client; what each returned, by name."""
     kept = ("HOME", "PATH", "TMPDIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS")
     env = {**{name: os.environ[name] for name in kept if name in os.environ}, "PYTHONPATH": str(ROOT)}
     command = [os.environ[VARIABLE], "-m", "tests.support.xla_cases", str(output), *names]
