@@ -81,24 +81,30 @@ def rewarder() -> Any:
 
 
 # ------------------------------------------------------------------------------------------------------------ builders
-def sft(folder: str, *, streams: bool = False, peft: bool = False, **given: Any) -> Any:
-    from trl import SFTConfig, SFTTrainer
+def _made(
+    kind: str, folder: str, data: Any, given: dict[str, Any], *, train: Any = None, held: Any = None, **more: Any
+) -> Any:
+    """A trainer of this kind that trains on all rows, and is evaluated on the first five."""
+    import trl
 
-    data = chats()
-    return SFTTrainer(
-        model=tiny_models.llama(),
-        args=SFTConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
-        train_dataset=data.to_iterable_dataset() if streams else data,
-        eval_dataset=data.select(range(5)),
+    return getattr(trl, f"{kind}Trainer")(
+        model=rewarder() if kind == "Reward" else tiny_models.llama(),
+        args=getattr(trl, f"{kind}Config")(output_dir=folder, **{**RUN, "max_length": 16, **given}),
+        train_dataset=data if train is None else train,
+        eval_dataset=data.select(range(5)) if held is None else held,
         processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
+        **more,
     )
+
+
+def sft(folder: str, *, streams: bool = False, peft: bool = False, **given: Any) -> Any:
+    train = chats().to_iterable_dataset() if streams else None
+    return _made("SFT", folder, chats(), given, train=train, peft_config=lora() if peft else None)
 
 
 def sft_watched(folder: str) -> Any:
     """An `SFTTrainer` with two evaluation sets, metrics of its user, early stopping, the best model, counted tokens."""
     from transformers import EarlyStoppingCallback
-    from trl import SFTConfig, SFTTrainer
 
     def measure(prediction: Any) -> dict[str, float]:
         right = prediction.predictions.argmax(-1)[:, :-1] == prediction.label_ids[:, 1:]
@@ -106,60 +112,26 @@ def sft_watched(folder: str) -> Any:
 
     data = chats()
     best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_one_loss"}
-    return SFTTrainer(
-        model=tiny_models.llama(),
-        args=SFTConfig(output_dir=folder, **{**RUN, **best, "max_length": 16, "include_num_input_tokens_seen": "all"}),
-        train_dataset=data,
-        eval_dataset={"one": data.select(range(5)), "two": data.select(range(5, 9))},
-        processing_class=tokenizer(),
-        compute_metrics=measure,
-        callbacks=[EarlyStoppingCallback(early_stopping_patience=2)],
-    )
+    more = {"compute_metrics": measure, "callbacks": [EarlyStoppingCallback(early_stopping_patience=2)]}
+    held = {"one": data.select(range(5)), "two": data.select(range(5, 9))}
+    return _made("SFT", folder, data, {**best, "include_num_input_tokens_seen": "all"}, held=held, **more)
 
 
 def dpo(folder: str, *, peft: bool = False, **given: Any) -> Any:
     """A `DPOTrainer` with a reference model, or with the adapter switched off as the reference."""
-    from trl import DPOConfig, DPOTrainer
-
-    data = pairs()
-    return DPOTrainer(
-        model=tiny_models.llama(),
-        ref_model=None if peft else tiny_models.llama(),
-        args=DPOConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
-        train_dataset=data,
-        eval_dataset=data.select(range(5)),
-        processing_class=tokenizer(),
-        peft_config=lora() if peft else None,
-    )
+    more = {"ref_model": None, "peft_config": lora()} if peft else {"ref_model": tiny_models.llama()}
+    return _made("DPO", folder, pairs(), given, **more)
 
 
 def reward(folder: str, **given: Any) -> Any:
-    from trl import RewardConfig, RewardTrainer
-
-    data = pairs().remove_columns("prompt")
-    return RewardTrainer(
-        model=rewarder(),
-        args=RewardConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
-        train_dataset=data,
-        eval_dataset=data.select(range(5)),
-        processing_class=tokenizer(),
-    )
+    return _made("Reward", folder, pairs().remove_columns("prompt"), given)
 
 
 def kto(folder: str, **given: Any) -> Any:
-    from trl import KTOConfig, KTOTrainer
-
     data = pairs()
     labels = [number % 3 != 0 for number in range(len(data))]
     data = data.remove_columns("rejected").rename_column("chosen", "completion").add_column("label", labels)
-    return KTOTrainer(
-        model=tiny_models.llama(),
-        ref_model=tiny_models.llama(),
-        args=KTOConfig(output_dir=folder, **{**RUN, "max_length": 16, **given}),
-        train_dataset=data,
-        eval_dataset=data.select(range(5)),
-        processing_class=tokenizer(),
-    )
+    return _made("KTO", folder, data, given, ref_model=tiny_models.llama())
 
 
 def grpo(folder: str, **given: Any) -> Any:
