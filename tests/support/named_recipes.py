@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,11 @@ class RecipeCase:
 
     def refused(self, where: Path, content: str, /, **options: Any) -> TrainflowError:
         return refusal(lambda: self.prepare(where, content, **options))
+
+
+def jsonl(*rows: Any) -> str:
+    """A file with a row a line."""
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def refusal(call: Callable[[], object]) -> TrainflowError:

@@ -316,7 +316,10 @@ def write(folder: Path, sources: dict[str, str]) -> Path:
 
 def reach_stages(recipe: Path) -> dict[str, Reach]:
     """What the key of each stage covers; evaluations of train choose nothing."""
-    code: Code = Resolver().code(recipe, None, recipe.parent)
+    return reach_of(Resolver().code(recipe, None, recipe.parent))
+
+
+def reach_of(code: Code) -> dict[str, Reach]:
     return {
         "prepare-data": code.reach(stage_code.PREPARE),
         "train": stage_code.reach_of_train(code, evaluations_choose=False),

@@ -90,7 +90,7 @@ def _scoring(folder: str, given: dict[str, Any], train: Any, loss: Any, held: An
     return CrossEncoderTrainer(model=model, args=args, train_dataset=train, eval_dataset=held, loss=loss(model), **more)
 
 
-def _halves(count: int, *names: str, **label: list[Any]) -> tuple[Dataset, Dataset]:
+def _halves(count: int, *names: str, **label: Any) -> tuple[Dataset, Dataset]:
     """So many rows to train on, and eight others to evaluate."""
     return columns(count, *names, **label), columns(8, *names, first=20, **label)
 

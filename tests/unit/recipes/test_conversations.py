@@ -24,7 +24,16 @@ from tests.support.chat_cases import (
     marked_text,
     template_text,
 )
-from tests.support.named_recipes import TINY, Prepared, RecipeCase, collate_of, prepare_sources, prove_resume, trained
+from tests.support.named_recipes import (
+    TINY,
+    Prepared,
+    RecipeCase,
+    collate_of,
+    jsonl,
+    prepare_sources,
+    prove_resume,
+    trained,
+)
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.recipes.texts.conversations import read_conversation
 from trainer_lib.recipes.texts.packed_batches import (
@@ -51,10 +60,6 @@ LONG = "".join(random.Random(0).choices(string.ascii_letters, k=900))
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
 
 
-def lines(*rows: Any) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
-
-
 def answers(made: Prepared, split: str = "train") -> list[str]:
     """The trained text of each row of a split."""
     tokenizer = kept_tokenizer(made[2])
@@ -63,8 +68,8 @@ def answers(made: Prepared, split: str = "train") -> list[str]:
 
 # -- shapes: test_strange_chats.py has them all ----------------------------------------------------------------------
 def test_conversations_of_two_sources_share_no_row(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_text(lines(*[{"messages": [USER, ANSWER]}] * 9))
-    (tmp_path / "b.jsonl").write_text(lines(*[{"messages": TWICE}] * 7))
+    (tmp_path / "a.jsonl").write_text(jsonl(*[{"messages": [USER, ANSWER]}] * 9))
+    (tmp_path / "b.jsonl").write_text(jsonl(*[{"messages": TWICE}] * 7))
     files = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
     made = prepare_sources(CHATS.name, files, {**CHATS.options, "split": {"test": 0.25}}, tmp_path, ("one", "two"))
     assert {row["source"] for row in made[1]["train"]} == {"one", "two"}
@@ -77,7 +82,7 @@ def test_conversations_of_two_sources_share_no_row(tmp_path: Path) -> None:
 
 
 def test_a_system_prompt_stands_before_conversations_that_have_none(tmp_path: Path) -> None:
-    made = CHATS.prepare(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 4, {"messages": TWICE}), system="brief")
+    made = CHATS.prepare(tmp_path, jsonl(*[{"messages": [USER, ANSWER]}] * 4, {"messages": TWICE}), system="brief")
     texts = [kept_tokenizer(made[2]).decode(row["input_ids"]) for row in made[1]["train"] + made[1]["test"]]
     assert sum(text.count("system\nbrief") for text in texts) == 4
     assert sum(text.count("system\nshort") for text in texts) == 1
@@ -108,7 +113,7 @@ def test_a_faulty_conversation_is_named_by_row_and_turn_and_left_out_where_that_
     tmp_path: Path, row: dict[str, Any], words: str
 ) -> None:
     good = {"messages": [USER, ANSWER], "fold": "train"}
-    content = lines(good, {**row, "fold": "train"}, *[good] * 8, {**good, "fold": "test"})
+    content = jsonl(good, {**row, "fold": "train"}, *[good] * 8, {**good, "fold": "test"})
     split = {"by": "column", "column": "fold"}
     refused = CHATS.refused(tmp_path, content, split=split)
     assert (refused.field, words in str(refused)) == ("prepare.options.faulty", True)
@@ -120,7 +125,7 @@ def test_a_faulty_conversation_is_named_by_row_and_turn_and_left_out_where_that_
 
 def test_all_faults_are_listed_in_the_order_of_the_rows(tmp_path: Path) -> None:
     early = [case for case in FAULTY if "place" not in case[1] and "tools" not in case[1]][:5]
-    refused = str(CHATS.refused(tmp_path, lines(*(row for row, _ in early), *[{"messages": [USER, ANSWER]}] * 5)))
+    refused = str(CHATS.refused(tmp_path, jsonl(*(row for row, _ in early), *[{"messages": [USER, ANSWER]}] * 5)))
     assert "5 conversations of 10 cannot be trained on" in refused
     found = [refused.index(words) for _, words in early]
     assert found == sorted(found)
@@ -129,7 +134,7 @@ def test_all_faults_are_listed_in_the_order_of_the_rows(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("overlong", "key"), [("cut", "cut"), ("drop", "documents_dropped")])
 def test_what_is_too_long_is_cut_or_dropped_and_counted(tmp_path: Path, overlong: str, key: str) -> None:
     long = {"messages": [USER, {**ANSWER, "content": LONG}]}
-    made = CHATS.prepare(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 7, long), overlong=overlong)
+    made = CHATS.prepare(tmp_path, jsonl(*[{"messages": [USER, ANSWER]}] * 7, long), overlong=overlong)
     assert sum(counts[key] for counts in made[2].info["packing"].values()) == 1
     assert max(len(row["input_ids"]) for rows in made[1].values() for row in rows) <= 128
 
@@ -138,7 +143,7 @@ def test_the_summary_names_what_is_left_out_and_cut_and_a_setting_refuses_more(t
     good: dict[str, Any] = {"messages": [USER, ANSWER]}
     long: dict[str, Any] = {"messages": [USER, {**ANSWER, "content": LONG}]}
     untrained: dict[str, Any] = {"messages": [USER, {**ANSWER, "train": False}]}
-    rows = lines(*({**row, "fold": "train"} for row in [good] * 8 + [long, untrained]), {**good, "fold": "test"})
+    rows = jsonl(*({**row, "fold": "train"} for row in [good] * 8 + [long, untrained]), {**good, "fold": "test"})
     options: dict[str, Any] = {"split": {"by": "column", "column": "fold"}, "overlong": "cut", "faulty": 0.1}
     made = CHATS.prepare(tmp_path, rows, **options)
     shapes, train, test = made[2].info["summary"]
@@ -153,7 +158,7 @@ def test_the_summary_names_what_is_left_out_and_cut_and_a_setting_refuses_more(t
 
 
 def test_a_text_without_turns_is_trained_as_a_whole(tmp_path: Path) -> None:
-    made = CHATS.prepare(tmp_path, lines(*[{"text": "one two"}] * 8))
+    made = CHATS.prepare(tmp_path, jsonl(*[{"text": "one two"}] * 8))
     assert answers(made, "test") == [f"one two{END}"] * 2
     assert made[2].info["shape"] == "text"
 
@@ -162,7 +167,7 @@ def test_the_end_of_answers_is_trained_where_the_pad_token_is_the_same(tmp_path:
     tokenizer = learn_byte_tokenizer(["one two"], vocabulary=300, special=(TURN, END))
     tokenizer.pad_token, tokenizer.chat_template = END, TEMPLATES["chatml"]
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    rows = lines(*[{"messages": [USER, {**ANSWER, "content": "1" * number}]} for number in range(1, 9)])
+    rows = jsonl(*[{"messages": [USER, {**ANSWER, "content": "1" * number}]} for number in range(1, 9)])
     made = CHATS.prepare(tmp_path, rows, folder=str(tmp_path / "tokenizer"), pack=[])
     assert "6 train the token that fills up rows, as it ends answers too" in made[2].info["summary"][1]
     batch = collate_of(made)(made[1]["train"])
@@ -175,7 +180,7 @@ def test_the_end_of_answers_is_trained_where_the_pad_token_is_the_same(tmp_path:
 @pytest.mark.parametrize("value", ["there.jinja", "missing.jinja"])
 def test_a_template_is_read_from_a_file(tmp_path: Path, value: str) -> None:
     (tmp_path / "there.jinja").write_text(TEMPLATES["plain"])
-    rows, template = lines(*[{"messages": [USER, ANSWER]}] * 8), str(tmp_path / value)
+    rows, template = jsonl(*[{"messages": [USER, ANSWER]}] * 8), str(tmp_path / value)
     if value == "missing.jinja":
         assert "cannot be read" in str(CHATS.refused(tmp_path, rows, template=template))
     else:
@@ -197,7 +202,7 @@ def test_a_template_is_read_from_a_file(tmp_path: Path, value: str) -> None:
     ],
 )
 def test_bad_options_are_refused(tmp_path: Path, options: dict[str, Any], words: str) -> None:
-    assert words in str(CHATS.refused(tmp_path, lines(*[{"messages": [USER, ANSWER]}] * 8), **options))
+    assert words in str(CHATS.refused(tmp_path, jsonl(*[{"messages": [USER, ANSWER]}] * 8), **options))
 
 
 # -- which tokens are trained -----------------------------------------------------------------------------------------

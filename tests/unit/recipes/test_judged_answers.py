@@ -19,6 +19,7 @@ from tests.support.named_recipes import (
     Prepared,
     RecipeCase,
     collate_of,
+    jsonl,
     prove_resume,
     save_model,
     trained,
@@ -44,10 +45,6 @@ BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 1e
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "one?"), ("assistant", "1"), ("assistant", "two"))
 )
-
-
-def lines(*rows: Any) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +94,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
 def test_pairs_of_each_shape_are_the_same_conversations(
     tmp_path: Path, case: RecipeCase, row: dict[str, Any], options: dict[str, Any]
 ) -> None:
-    made = case.prepare(tmp_path, lines(*[row] * 8), **{"system": "brief", **options})
+    made = case.prepare(tmp_path, jsonl(*[row] * 8), **{"system": "brief", **options})
     rows, tokenizer = made[1]["train"][:1], kept_tokenizer(made[2])
     new = [{name: row[name] for name in ("prompt", "chosen", "rejected", "system") if name in row} for row in rows]
     for batch in (collate_of(made)(rows), collate_of(made)(new)):
@@ -113,7 +110,7 @@ def test_of_answers_with_several_turns_all_turns_of_the_assistant_are_scored(
     tmp_path: Path, options: dict[str, Any], scored: str
 ) -> None:
     row = {"chosen": [USER, GOOD, MORE, GOOD], "rejected": [USER, BAD, MORE, BAD]}
-    made = PAIRS.prepare(tmp_path, lines(*[row] * 8), **options)
+    made = PAIRS.prepare(tmp_path, jsonl(*[row] * 8), **options)
     batch, tokenizer = collate_of(made)(made[1]["train"][:1]), kept_tokenizer(made[2])
     answers = [tokenizer.decode(targets[targets >= 0]) for targets in batch["targets"]]
     assert answers == ["".join(f"{mark}{END}" for mark in scored), "".join(f"two{END}" for _ in scored)]
@@ -125,43 +122,43 @@ def test_of_answers_with_several_turns_all_turns_of_the_assistant_are_scored(
 def test_tools_of_a_pair_are_given_to_the_template(tmp_path: Path) -> None:
     row = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD], "tools": [{"name": "f"}]}
     template = f"{{{{ tools[0].name if tools else 'none' }}}}{TEMPLATES['chatml']}"
-    made = PAIRS.prepare(tmp_path, lines(*[row] * 8), template=template)
+    made = PAIRS.prepare(tmp_path, jsonl(*[row] * 8), template=template)
     new = {name: made[1]["train"][0][name] for name in row}
     for rows in (made[1]["train"][:1], [new], [{"prompt": "one?", "tools": new["tools"]}]):
         for ids in collate_of(made)(rows)["input_ids"]:
             assert kept_tokenizer(made[2]).decode(ids).startswith(f"f{TURN}user")
-    refused = PAIRS.refused(tmp_path, lines(*[row] * 8), template="chatml")
+    refused = PAIRS.refused(tmp_path, jsonl(*[row] * 8), template="chatml")
     assert "it has tools, and the template has no place for them" in str(refused)
 
 
 def test_all_faulty_pairs_are_listed_in_the_order_of_the_rows(tmp_path: Path) -> None:
     good = {"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}
     bad = [{**good, "rejected": [{"role": "bot", "content": "a"}]}, {**good, "prompt": [{**USER, "content": ""}]}]
-    refused = str(PAIRS.refused(tmp_path, lines(*[good] * 6, *bad)))
+    refused = str(PAIRS.refused(tmp_path, jsonl(*[good] * 6, *bad)))
     second = refused.index("row 7 (line 8): turn 1: it is empty")
     assert refused.rindex("row 6 (line 7): turn 2: the role 'bot' is unknown") < second
     other = {"prompt": "two?", "chosen": [USER, GOOD], "rejected": [USER, BAD]}
-    refused = str(PAIRS.refused(tmp_path, lines(*[other] * 8)))
+    refused = str(PAIRS.refused(tmp_path, jsonl(*[other] * 8)))
     assert (
         "row 0 (line 1): the answers begin with a turn of the user, and the prompt is another text: 'two?'" in refused
     )
     trims, alike = TEMPLATES["chatml"].replace("'content']", "'content'] | trim"), {**GOOD, "content": "1 "}
-    refused = str(PAIRS.refused(tmp_path, lines(*[{**good, "rejected": [alike]}] * 8), template=trims))
+    refused = str(PAIRS.refused(tmp_path, jsonl(*[{**good, "rejected": [alike]}] * 8), template=trims))
     assert "row 0 (line 1), columns 'chosen' and 'rejected': the two answers are alike" in refused
 
 
 def test_lists_in_one_file_and_texts_in_another_are_refused(tmp_path: Path) -> None:
     texts = {"prompt": "one?", "chosen": "1", "rejected": "two"}
-    (tmp_path / "test.jsonl").write_text(lines(*[texts] * 4))
+    (tmp_path / "test.jsonl").write_text(jsonl(*[texts] * 4))
     files = {"train": str(tmp_path / "pairs.jsonl"), "test": str(tmp_path / "test.jsonl")}
-    talks = lines(*[{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}] * 8)
+    talks = jsonl(*[{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}] * 8)
     error = PAIRS.refused(tmp_path, talks, files=files, split={})
     assert "test.jsonl, row 0 (line 1), column 'prompt': a text is not a list of turns" in str(error)
 
 
 def test_marked_conversations_are_read_and_answered(tmp_path: Path) -> None:
     rows = [{"prompt": [USER], "completion": [GOOD if at % 2 else BAD], "label": bool(at % 2)} for at in range(16)]
-    made = MARKS.prepare(tmp_path, lines(*rows))
+    made = MARKS.prepare(tmp_path, jsonl(*rows))
     ends = [kept_tokenizer(made[2]).decode(row["input_ids"]) for row in [collate_of(made)([{"prompt": "one?"}])]]
     assert ends == [[f"{TURN}user\none?{END}\n{TURN}assistant\n"]]
     parts = {**USER, "content": [{"type": "text", "text": "one?"}]}

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.recipe_edits import reach_of
 from trainer_lib.base.yaml_text import dump_yaml
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol import recipe_names
@@ -14,7 +15,6 @@ from trainer_lib.protocol.recipe_names import ABOUT, FOLDER, recipe_file, recipe
 from trainer_lib.recipes import load
 from trainflow.flows.spec.spec import load_spec, parse_spec
 from trainflow.tasks.code import closure
-from trainflow.tasks.code.reach import Code, Reach
 from trainflow.tasks.keys import stage_code
 from trainflow.tasks.keys.resolver import Resolver
 
@@ -26,15 +26,6 @@ def spec(folder: Path, recipe: str) -> Path:
     path = folder / "pipeline.yaml"
     path.write_text(f"name: named\nrecipe: {recipe}\nstorage: store\n")
     return path
-
-
-def reach(code: Code) -> dict[str, Reach]:
-    return {
-        "prepare": code.reach(stage_code.PREPARE),
-        "train": stage_code.reach_of_train(code, evaluations_choose=False),
-        "evaluate": code.reach(stage_code.EVALUATE),
-        "predict": stage_code.reach_of_predict(code),
-    }
 
 
 @pytest.mark.parametrize("name", sorted(ABOUT))
@@ -55,7 +46,7 @@ def test_a_spec_names_a_recipe_nothing_of_which_runs_at_import(tmp_path: Path, n
     assert {piece.label for piece in code.at_import.pieces} <= constants, "it would count for every stage"
     assert len(code.program.modules) > 3, "keys follow into what recipes share"
     assert all(file.startswith("(trainflow)/") for file in code.program.modules)
-    assert all(each.everything is None for each in reach(code).values())
+    assert all(each.everything is None for each in reach_of(code).values())
 
 
 def test_an_unknown_name_is_refused_with_the_nearest_and_a_file_of_that_form_is_a_file(tmp_path: Path) -> None:
@@ -87,14 +78,15 @@ def test_a_function_is_replaced_and_the_others_stay(tmp_path: Path) -> None:
     assert recipe.build_model({}, None) == "mine"  # type: ignore[arg-type]
     assert recipe.collate is not None
     assert recipe.compute_metrics is not None
-    found = reach(Resolver().code(tmp_path / "mine.py", None, tmp_path))
+    found = reach_of(Resolver().code(tmp_path / "mine.py", None, tmp_path))
     assert "mine.py:build_model" in found["train"].digests
     assert "(trainflow)/tabular_classification.py:collate" in found["train"].digests
     assert not any("Classifier" in label for label in found["train"].digests), "the network is not used any more"
     assert not any(label.endswith(":prepare") for label in found["train"].digests)
-    whole = {label: digest for label, digest in found["prepare"].digests.items() if not label.startswith("mine.py:")}
-    of_ours = reach(Resolver().code(recipe_file("tabular-classification"), None, tmp_path))
-    assert whole == of_ours["prepare"].digests
+    prepares = found["prepare-data"].digests
+    whole = {label: digest for label, digest in prepares.items() if not label.startswith("mine.py:")}
+    of_ours = reach_of(Resolver().code(recipe_file("tabular-classification"), None, tmp_path))
+    assert whole == of_ours["prepare-data"].digests
 
 
 def _copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -108,7 +100,7 @@ def _copied(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _digests(recipe: Path, project: Path) -> dict[str, dict[str, str]]:
-    return {stage: dict(each.digests) for stage, each in reach(Resolver().code(recipe, None, project)).items()}
+    return {stage: dict(each.digests) for stage, each in reach_of(Resolver().code(recipe, None, project)).items()}
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +118,7 @@ Digests = dict[str, dict[str, dict[str, str]]]
 @pytest.mark.parametrize(
     ("file", "old", "new", "runs"),
     [
-        ("tables/splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare"}),
+        ("tables/splitting.py", "draw.shuffle(chosen)", "chosen.sort()", {"prepare-data"}),
         ("tabular_classification.py", "nn.GELU()", "nn.ReLU()", {"train", "evaluate", "predict"}),
         ("shared/targets.py", "of_whole.argmax()", "of_whole.argmin()", {"evaluate"}),
         ("shared/targets.py", '"confidence"', '"sure"', {"predict"}),

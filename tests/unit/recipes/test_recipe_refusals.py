@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.named_recipes import RecipeCase
+from tests.support.named_recipes import RecipeCase, jsonl
 from trainflow.flows.new_project.starting import read_sample
 
 CASES = {
@@ -48,10 +47,6 @@ def priced(*prices: str) -> str:
 
 def counted(*more: str, steps: int = 30) -> str:
     return "\n".join(["t,y,who,day", *(f"{step},{step},ada,{step % 7}" for step in range(steps)), *more]) + "\n"
-
-
-def jsonl(*rows: dict[str, Any]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def tagged(*last: tuple[Any, Any]) -> str:

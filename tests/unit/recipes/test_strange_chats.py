@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.named_recipes import prepare_sources, refusal
+from tests.support.named_recipes import jsonl, prepare_sources, refusal
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.texts.conversations import find_shape, read_conversation, read_question
 from trainer_lib.recipes.texts.templates import END, TURN
@@ -26,10 +26,6 @@ TURNS = [USER, ANSWER]
 ROW = {"messages": TURNS}
 SHAREGPT = [{"from": "human", "value": "one?"}, {"from": "gpt", "value": "1"}]
 ROWS = 8
-
-
-def jsonl(*rows: Any) -> bytes:
-    return "".join(json.dumps(row) + "\n" for row in rows).encode()
 
 
 def table(**columns: str) -> bytes:
@@ -48,7 +44,7 @@ def parquet(**columns: Any) -> bytes:
 
 def of(*rows: Any) -> tuple[str, bytes]:
     """A file with these rows, repeated to `ROWS`."""
-    return "a.jsonl", jsonl(*rows * (ROWS // len(rows)))
+    return "a.jsonl", jsonl(*rows * (ROWS // len(rows))).encode()
 
 
 PARTS = {"messages": [{"role": "user", "content": [{"type": "text", "text": "one?"}]}, ANSWER]}
@@ -125,7 +121,7 @@ FAULTY: dict[str, tuple[dict[str, Any], str]] = {
 NO_MAPPING = "it is a list, not a mapping from columns to values"
 REFUSED: dict[str, tuple[tuple[str, bytes], str]] = {
     **{
-        name: (("a.jsonl", jsonl(*[ROW] * ROWS, row)), f"row {ROWS} (line {ROWS + 1}): {words}")
+        name: (("a.jsonl", jsonl(*[ROW] * ROWS, row).encode()), f"row {ROWS} (line {ROWS + 1}): {words}")
         for name, (row, words) in FAULTY.items()
     },
     "an empty row of a CSV": (
@@ -145,7 +141,7 @@ REFUSED: dict[str, tuple[tuple[str, bytes], str]] = {
         of({"instruction": "a", "output": "b", "history": ["c"]}), "the column 'history' has no pairs"),
     "a system prompt that is none": (of({**ROW, "system": 5}), "the column 'system' has a int"),
     "an empty text": (
-        ("a.jsonl", jsonl(*[{"text": "a"}] * ROWS, {"text": " "})),
+        ("a.jsonl", jsonl(*[{"text": "a"}] * ROWS, {"text": " "}).encode()),
         f"row {ROWS} (line {ROWS + 1}): the text is empty",
     ),
 }  # fmt: skip

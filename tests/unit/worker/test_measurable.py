@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -123,8 +123,9 @@ def test_a_metric_that_chooses_the_weights_needs_all_rows(
 ) -> None:
     recipe, more = (OBJECT, {}) if how == "an object" else (BY_BATCH, {"batch_eval_metrics": True})
     chosen = {"eval_strategy": "epoch", "metric_for_best_model": "f1_macro", **more}
-    more = {"data": prepared_data, "eval_split": "test", "metrics": read_metrics(["f1_macro"])}
-    asked = request(tmp_path, recipe, "train", output=str(tmp_path / "out"), args={**tiny.ARGS, **chosen}, **more)
+    asked = tiny.train_request(tmp_path, prepared_data, str(tmp_path / "out"), **chosen)
+    Path(asked.recipe.path).write_text(recipe)
+    asked = replace(asked, eval_split="test", metrics=read_metrics(["f1_macro"]))
     with pytest.raises(ConfigError, match="batch by batch") as caught:
         tiny.run(asked, kind="in_process")
     assert (caught.value.field, caught.value.value) == ("metric_for_best_model", "f1_macro")
