@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +13,18 @@ from torch import nn
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
-from tests.support.training import LOGGED, accuracy, assert_equal, final_state, logged, losses, trainer, whole_state
-from trainer_lib import Trainer, TrainerCallback
+from tests.support.training import (
+    LOGGED,
+    StopAt,
+    accuracy,
+    assert_equal,
+    final_state,
+    logged,
+    losses,
+    trainer,
+    whole_state,
+)
+from trainer_lib import Trainer
 from trainer_lib.errors import NonFiniteError, Preempted
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 
@@ -156,25 +165,14 @@ def test_frozen_and_unused_parameters_and_steps_of_old_train_under_replication(t
 
 
 # ------------------------------------------------------------------------------------------------------------ stopping
-class StopRank(TrainerCallback):
-    """SIGTERM to one rank only, in an evaluation."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step and os.environ.get("RANK") == "1":
-            self.step = -1
-            os.kill(os.getpid(), signal.SIGTERM)
-
-
 RESUMABLE: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 RESUMABLE |= {"num_train_epochs": 2, "logging_strategy": "steps", "logging_steps": 3}
 RESUMABLE |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
 
 
 def stoppable(folder: str, stop: int | None) -> dict[str, Any] | int:
-    callbacks = [] if stop is None else [StopRank(stop)]
+    """Train; with `stop`, one rank only gets a SIGTERM, in an evaluation."""
+    callbacks = [StopAt(stop, "on_prediction_step")] if stop and os.environ["RANK"] == "1" else []
     one = trainer(
         folder, Augmented(ROWS), eval_dataset=ROWS[:9], callbacks=callbacks, dataloader_num_workers=1, **RESUMABLE
     )

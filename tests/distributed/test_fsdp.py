@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from tests.support.distributed import loaded, run_distributed
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Augmented, Classifier, StatefulStream, TokenModel, classification_rows, token_rows
-from tests.support.training import LOGGED, accuracy, losses, norms, trainer, whole_state
+from tests.support.training import LOGGED, At, accuracy, losses, norms, trainer, whole_state
 from trainer_lib import Trainer, TrainerCallback, TrainingArguments
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -458,12 +458,7 @@ def saving(folder: str) -> dict[str, Any]:
         helper.prepare(nn.Linear(1, 1))
     assert type(helper.prepare_model(nn.Linear(1, 1), evaluation_mode=True)) is nn.Linear
 
-    class Told(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                plugin.set_state_dict_type("FULL_STATE_DICT")
-
-    one.add_callback(Told())
+    one.add_callback(At(2, lambda: plugin.set_state_dict_type("FULL_STATE_DICT")))
     one.train()
     with pytest.raises(ConfigError, match="LOCAL_STATE_DICT"):
         plugin.set_state_dict_type("LOCAL_STATE_DICT")

@@ -18,8 +18,8 @@ from tests.support.distributed import run_distributed
 from tests.support.gates import Gate, until
 from tests.support.launched import wait_until
 from tests.support.toys import classification_rows
-from tests.support.training import LOGGED, NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
-from trainer_lib import TrainerCallback, TrainingArguments
+from tests.support.training import LOGGED, At, NoteSaves, StopAt, assert_equal, final_state, preempted_at, trainer
+from trainer_lib import TrainingArguments
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -88,26 +88,15 @@ SAVING: dict[str, Any] = {"global_batch_size": 8, "per_device_train_batch_size":
 SAVING |= {"save_strategy": "steps", "save_steps": 3}
 
 
-class Until(TrainerCallback):
-    """Lets a gate open at the end of a step."""
-
-    def __init__(self, step: int) -> None:
-        self.step, self.event = step, threading.Event()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            self.event.set()
-
-
 def held_back(folder: str, save_async: bool, per_node: bool) -> dict[str, Any]:
     """Rank 0 begins to write step 3 when training is at step 5."""
     if per_node:
         folder = f"{folder}/{on_node(1)}"
-    note, later = NoteSaves(), Until(5)
+    note, later = NoteSaves(), threading.Event()
     if save_async:
-        Gate(pytest.MonkeyPatch(), lambda step: until(later.event)(step) if step == 3 else None)
+        Gate(pytest.MonkeyPatch(), lambda step: until(later)(step) if step == 3 else None)
     settings = {**SAVING, "save_async": save_async, "save_on_each_node": per_node}
-    training = trainer(folder, ROWS, callbacks=[note, later], **settings)
+    training = trainer(folder, ROWS, callbacks=[note, At(5, later.set)], **settings)
     training.train()
     digests = {
         (info.step, entry.path): entry.sha256

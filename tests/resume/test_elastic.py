@@ -12,8 +12,8 @@ import torch
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Classifier, classification_rows
-from tests.support.training import StopAt, assert_equal, final_state, preempted_at, trainer
-from trainer_lib import Trainer, TrainerCallback
+from tests.support.training import Note, StopAt, assert_equal, final_state, preempted_at, trainer
+from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError, Preempted
 
 COUNT, BATCH, EPOCHS = 50, 12, 3  # five steps an epoch, the last one of 2 samples
@@ -138,31 +138,18 @@ def test_a_batch_changed_between_two_epochs_repeats_nothing(stop: int, tmp_path:
     assert sorted(index for step in last.seen.values() for index in step) == sorted([*range(COUNT)] * epochs)
 
 
-FEW: dict[str, Any] = {
-    "num_train_epochs": 3,
-    "gradient_accumulation_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-}
-
-
-class Beginning(TrainerCallback):
-    """Notes the step that training begins from."""
-
-    step = -1
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.step = state.global_step
+FEW: dict[str, Any] = {"num_train_epochs": 3, "gradient_accumulation_steps": 2}
+FEW |= {"save_strategy": "steps", "save_steps": 2}
 
 
 def on_ranks(folder: str, stop: int | None) -> tuple[int, dict[str, Any] | None]:
     """One rank: trains from wherever it stands, until `stop` or to the end; where it began, and what it ended with."""
-    beginning = Beginning()
+    beginning = Note("on_train_begin", lambda state, **_: state.global_step)
     one = trainer(folder, classification_rows(22), callbacks=[beginning, *([StopAt(stop)] if stop else [])], **FEW)
     with contextlib.suppress(Preempted):
         one.train("auto")
-        return beginning.step, final_state(one)
-    return beginning.step, None
+        return beginning.kept[0], final_state(one)
+    return beginning.kept[0], None
 
 
 def test_what_one_rank_finds_damaged_no_rank_uses(tmp_path: Path) -> None:
