@@ -22,18 +22,10 @@ from trainer_lib.storage.commit import COMMIT, read_commit, write_commit
 from trainer_lib.storage.remote import RemoteBackend
 
 ROWS = classification_rows(22)
-EVERYTHING: dict[str, Any] = {
-    "num_train_epochs": 3,
-    "gradient_accumulation_steps": 2,  # 22 samples: the third step of each epoch has 6 of 8, in uneven micro-batches
-    "logging_strategy": "steps",
-    "logging_steps": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 3,
-    "lr_scheduler_type": "cosine",
-    "warmup_steps": 2,
-}
+#: 22 samples: the third step of each epoch has 6 of 8, in uneven micro-batches.
+EVERYTHING: dict[str, Any] = {"num_train_epochs": 3, "gradient_accumulation_steps": 2}
+EVERYTHING |= {"lr_scheduler_type": "cosine", "warmup_steps": 2, "logging_strategy": "steps", "logging_steps": 2}
+EVERYTHING |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 3}
 SHORT: dict[str, Any] = {**EVERYTHING, "eval_strategy": "no"}
 
 

@@ -27,20 +27,11 @@ from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, Pree
 from trainer_lib.storage import Store
 
 ROW = 25  # of step 7: the checkpoint before is step 4, and the log at step 9 shows the loss
-SETTINGS: dict[str, Any] = {
-    "per_device_train_batch_size": 2,
-    "global_batch_size": 4,
-    "num_train_epochs": 2,  # 40 rows: 10 steps per epoch
-    "train_sampling_strategy": "sequential",  # step s of an epoch has rows 4s-4 … 4s-1
-    "logging_strategy": "steps",
-    "logging_steps": 3,
-    "save_strategy": "steps",
-    "save_steps": 4,
-    "lr_scheduler_type": "linear",
-    "warmup_steps": 2,
-    "loss_spike_sigma": 20.0,
-    "loss_spike_window": 4,
-}
+#: 40 rows, 10 steps per epoch: step s of an epoch has rows 4s-4 … 4s-1.
+SETTINGS: dict[str, Any] = {"per_device_train_batch_size": 2, "global_batch_size": 4, "num_train_epochs": 2}
+SETTINGS |= {"train_sampling_strategy": "sequential", "lr_scheduler_type": "linear", "warmup_steps": 2}
+SETTINGS |= {"logging_strategy": "steps", "logging_steps": 3, "save_strategy": "steps", "save_steps": 4}
+SETTINGS |= {"loss_spike_sigma": 20.0, "loss_spike_window": 4}
 
 
 class Scaled(Classifier):

@@ -18,7 +18,7 @@ from torch._dynamo.backends import registry
 
 from tests.support.distributed import run_distributed
 from tests.support.toys import Augmented, Classifier, classification_rows
-from tests.support.training import accuracy, assert_equal, final_state, trainer
+from tests.support.training import LOGGED, accuracy, assert_equal, final_state, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact
@@ -80,18 +80,9 @@ class Signaller:
 
 
 ROWS = classification_rows(22)
-GIVEN: dict[str, Any] = {
-    "num_train_epochs": 2,
-    "global_batch_size": 8,  # three steps an epoch, the last of six samples
-    "per_device_train_batch_size": 2,
-    "eval_strategy": "steps",
-    "eval_steps": 2,
-    "per_device_eval_batch_size": 2,
-    "save_strategy": "steps",
-    "save_steps": 2,
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-}
+GIVEN: dict[str, Any] = {"num_train_epochs": 2, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2}
+GIVEN |= {"global_batch_size": 8, **LOGGED}  # three steps an epoch, the last of six samples
+GIVEN |= {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
 EVENTS = (
     *("on_train_begin", "on_epoch_begin", "on_step_begin", "on_substep_end", "on_pre_optimizer_step", "on_step_end"),
     *("on_log", "on_prediction_step", "on_evaluate", "on_save", "on_epoch_end"),
