@@ -105,7 +105,8 @@ def continued(
     folder: str, sizes: dict[str, int] | None, source: str | None, stop: int | None, model: str
 ) -> list[float]:
     """Losses of a training, stopped or from a checkpoint of another layout."""
-    one = trainer(folder, ROWS, model=MODELS[model](), **LONGER, parallelism=sizes)
+    given: dict[str, Any] = {**LONGER, "parallelism": sizes, "save_strategy": "steps", "save_steps": 2}
+    one = trainer(folder, ROWS, model=MODELS[model](), **given)
     if stop:
         one.add_callback(StopAt(stop))
         with pytest.raises(Preempted):
