@@ -270,7 +270,7 @@ class RaySearch:
         for bundle in factory.bundles:
             if not any(all(machine.get(name, 0) >= amount for name, amount in bundle.items()) for machine in machines):
                 names = [name for name, amount in bundle.items() if amount]
-                offers = "; ".join(_amounts(machine, names) for machine in machines)
+                offers = "; ".join(sorted(_amounts(machine, names) for machine in machines))
                 raise ConfigError(
                     f"The cluster offers {offers}, by machine; each trial asks {_amounts(bundle, names)}.",
                     field="resources_per_trial",
