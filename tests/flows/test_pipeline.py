@@ -16,7 +16,7 @@ import pytest
 from mlflow import MlflowClient
 from prefect.client.orchestration import get_client
 
-from tests.support.runs import ALL, broken, newest_flow_run, ran, reason, run, spec_of
+from tests.support.runs import ALL, IN_PROCESS, broken, newest_flow_run, ran, reason, run, spec_of
 from tests.support.toy import RECIPE, project
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError
@@ -33,7 +33,6 @@ from trainflow.flows.stages import find_stage, stage_names
 from trainflow.tasks.code import closure
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage import progress
-from trainflow.tasks.stage import progress as _progress
 
 AFTER_TRAIN = ALL - {"prepare-data"}
 
@@ -42,7 +41,7 @@ def test_an_unchanged_spec_starts_nothing(folder: Path) -> None:
     told: list[dict[str, Any]] = []
     [report] = folder.glob("store/runs/*/report.html")
     before = report.read_text()
-    with _progress.subscribe(told.append):
+    with progress.subscribe(told.append):
         result = run(folder)
     assert [outcome.status for outcome in result.stages] == ["cached"] * 5
     assert report.read_text() == before  # it still tells of the run that did the work
@@ -251,8 +250,6 @@ def test_a_check_reads_a_generator_no_further_than_its_rows(folder: Path) -> Non
 
 
 # -- a run that begins in the middle, with what an earlier one has made ------------------------------------------------
-
-
 def newest(folder: Path) -> str:
     return list_runs(str(folder / "store"))[0].id
 
@@ -340,8 +337,6 @@ def test_a_stage_that_takes_a_later_ones_place_needs_all_its_inputs(folder: Path
 
 
 # -- before the first optimizer step, arguments, launches and closures are worked out once -----------------------------
-
-
 @pytest.fixture
 def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     found: Counter[str] = Counter()
@@ -363,7 +358,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
 @pytest.mark.usefixtures("prefect_server")
 def test_arguments_launches_and_closures_are_worked_out_once(tmp_path: Path, counts: Counter[str]) -> None:
-    spec = load_spec(project(tmp_path / "project"), (), Resolver())
+    spec = load_spec(project(tmp_path / "project"), IN_PROCESS[:1], Resolver())
     before_the_first_step: dict[str, int] = {}
 
     def stop_when_training_starts(event: dict[str, Any]) -> None:
@@ -371,7 +366,7 @@ def test_arguments_launches_and_closures_are_worked_out_once(tmp_path: Path, cou
             before_the_first_step.update(counts)
             raise KeyboardInterrupt
 
-    with _progress.subscribe(stop_when_training_starts), pytest.raises(KeyboardInterrupt):
+    with progress.subscribe(stop_when_training_starts), pytest.raises(KeyboardInterrupt):
         run_pipeline(spec)
     # Launches: prepare's and train's. Evaluate and predict ask for the same arguments and the same launch as train.
     assert before_the_first_step == {"arguments": 1, "launch checks": 2, "closures": 1}
@@ -390,11 +385,8 @@ def test_a_spec_of_your_own_is_resolved_anew_by_every_run(tmp_path: Path, counts
 
 # Both have something to do, in processes of their own.
 BOTH = (
-    "evaluate.launch=process",
-    "predict.launch=process",
-    "evaluate.splits=[train, test]",
-    "predict.rows_per_file=3",
-    "publish.enabled=false",
+    *("evaluate.launch=process", "predict.launch=process", "publish.enabled=false"),
+    *("evaluate.splits=[train, test]", "predict.rows_per_file=3"),
 )
 
 
