@@ -13,7 +13,8 @@ import socket
 import threading
 import urllib.error
 import urllib.request
-from contextlib import redirect_stderr, redirect_stdout
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +25,9 @@ from rich.console import Console
 
 from tests.support import toy
 from tests.support.checkpoints import save
-from tests.support.command import Cli, Done, running, trainflow
+from tests.support.command import Cli, Done, Running, running, trainflow
 from tests.support.imported import peer_run
 from tests.support.runs import IN_PROCESS
-from tests.support.strange import Strange
-from tests.support.strange import strange as strange
 from tests.support.sweeps import SLOW_RECIPE
 from tests.support.tiny_models import llama, lm_rows
 from tests.unit.flows.test_commands import NAMED, NO_JSON, NO_QUIET
@@ -79,7 +78,16 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path, cli: Cli) -> N
         ("ui pipeline.yaml", "No run has been recorded there yet."),
         ("ui pipeline.yaml --storage elsewhere", "not both"),
         ("checkpoints list .", "No committed checkpoint is there."),
+        ("checkpoints import absent out", "There is no checkpoint"),
+        ("checkpoints import nope://x out", "Unknown URL scheme"),
+        ("checkpoints import s3://user:secret@bucket/x out", "must not carry credentials"),
+        ("checkpoints import . out --model train.py", "not of the form FILE.py:FUNCTION"),
+        ("checkpoints import . out --model absent.py:build", "This file does not exist"),
         ("predict lst new.csv", "No run with this id, name or tag"),
+        ("prove-resume pipeline.yaml --at 8", "--at = 8"),
+        ("prove-resume pipeline.yaml --at 4 --steps 4", "Name a step from 1 to 3."),
+        ("prove-resume pipeline.yaml train.args.save_only_model=true", "train.args.save_only_model = True"),
+        ("prove-resume pipeline.yaml --keep .", "is not empty."),
     ],
 )
 def test_bad_input_is_refused_with_a_remedy(spec: Path, words: str, expected: str, cli: Cli) -> None:
@@ -87,6 +95,8 @@ def test_bad_input_is_refused_with_a_remedy(spec: Path, words: str, expected: st
         message = refused(cli(*words.split(), cwd=spec.parent))
     assert expected in message
     assert "\n  do " in message
+    assert "secret" not in message
+    assert not (spec.parent / "out").exists()
 
 
 def test_a_failure_of_our_own_is_one_line_and_a_file(
@@ -196,6 +206,38 @@ def test_why_tells_what_would_run(followed: Finished, cli: Cli) -> None:
     assert re.search(r"^  prepare-data +kept +committed ", told, re.MULTILINE), told
     assert re.search(r"^  train +runs .*learning_rate", told, re.MULTILINE), told
     assert told.count("learning_rate") == 1, told  # a single difference is said once
+
+
+class Strange:
+    """Modules and settings of a stranger among the temporary files, and in every folder that is named."""
+
+    def __init__(self, folder: Path) -> None:
+        self.temporary, self.mark, self._program = folder / "temporary", folder / "mark", folder / "bin" / "started.py"
+        for path in (self.temporary, self._program.parent):
+            path.mkdir(parents=True)
+        # As the installed script: its own folder is on the path.
+        self._program.write_text("from trainflow.flows.cli.main import main\nmain()\n")
+        self.plant(self.temporary)
+
+    def plant(self, folder: Path) -> None:
+        for name in ("mlflow", "torch", "sitecustomize", "usercustomize", "uvicorn", "psutil", "json"):
+            mark = f"{self.mark}/{folder.name}-{name}"
+            (folder / f"{name}.py").write_text(f"import os\nos.makedirs({mark!r})\n")
+        called = {"version": 1, "handlers": {"x": {"()": "os.makedirs", "name": f"{self.mark}/{folder.name}-settings"}}}
+        (folder / "called.yml").write_text(json.dumps({**called, "root": {"handlers": ["x"]}}))
+        (folder / "prefect.toml").write_text('[logging]\nconfig_path = "called.yml"\n')
+        (folder / ".env").write_text("PREFECT_LOGGING_SETTINGS_PATH=called.yml\n")
+
+    def running(self, *words: str, cwd: Path) -> AbstractContextManager[Running]:
+        log, env = self._program.with_name(words[0]), {"TMPDIR": str(self.temporary)}
+        return running(*words, log=log, cwd=cwd, env=env, program=self._program)
+
+
+@pytest.fixture
+def strange(tmp_path: Path) -> Iterator[Strange]:
+    strange = Strange(tmp_path / "strange")
+    yield strange
+    assert not strange.mark.exists(), list(strange.mark.iterdir())
 
 
 def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_path: Path, strange: Strange) -> None:
@@ -387,8 +429,6 @@ def test_lines_fit_a_terminal_of_eighty_columns(project: Path, name: str, cli: C
 
 
 # -- trainflow checkpoints --------------------------------------------------------------------------------------------
-
-
 def told(cli: Cli, *arguments: str | Path) -> tuple[int, dict[str, Any]]:
     """Exit code and answer of `trainflow checkpoints` with ``--json``."""
     done = cli("checkpoints", *arguments, "--json")
@@ -534,22 +574,3 @@ def test_a_checkpoint_of_transformers_is_imported(tmp_path: Path, cli: Cli) -> N
     assert "left out  training_args.bin" in done.out
     assert "resume_from_checkpoint=True" in done.out
     assert [info.step for info in list_checkpoints(Store.open(tmp_path / "run"))] == [2]
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        ("absent out", "There is no checkpoint"),
-        ("nope://x out", "Unknown URL scheme"),
-        ("s3://user:secret@bucket/x out", "must not carry credentials"),
-        (". out --model train.py", "not of the form FILE.py:FUNCTION"),
-        (". out --model absent.py:build", "This file does not exist"),
-    ],
-)
-def test_a_bad_import_is_refused_with_a_remedy(words: str, expected: str, cli: Cli) -> None:
-    done = cli("checkpoints", "import", *words.split())
-    assert done.code == 2
-    assert expected in done.err
-    assert "  do " in done.err
-    assert "secret" not in done.err
-    assert not Path("out").exists()

@@ -171,20 +171,3 @@ def test_a_state_that_is_lost_is_found_and_named(tmp_path: Path, cli: Cli) -> No
     assert (first["step"], first["what"]) == (3, "loss") and first["whole"] != first["resumed"]
     assert "optimizer.safetensors: linear.weight/exp_avg" in [each["what"] for each in found["differences"]]
     assert sorted(path.name for path in (tmp_path / "kept" / "whole" / "checkpoints").iterdir()) == ["checkpoint-4"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["--at", "8"], "--at = 8"),
-        (["--at", "4", "--steps", "4"], "Name a step from 1 to 3."),
-        (["train.args.save_only_model=true"], "train.args.save_only_model = True"),
-        (["--keep", "."], "is not empty."),
-    ],
-)
-def test_what_cannot_be_proved_is_refused_before_anything_starts(
-    arguments: list[str], expected: str, tmp_path: Path, cli: Cli
-) -> None:
-    done = cli("prove-resume", toy.project(tmp_path), *arguments, cwd=tmp_path)
-    assert (done.code, done.out) == (2, "")
-    assert expected in done.err and "Traceback" not in done.err
