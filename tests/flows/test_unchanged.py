@@ -33,7 +33,7 @@ from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows import pipeline as module
-from trainflow.flows.cli.commands.execution import _choose
+from trainflow.flows.cli.commands.execution import _choose_unfinished
 from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import (
@@ -264,7 +264,7 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, p
     refusals = {finished.id[:7]: "has finished", "train.args.seed=1": "takes no overrides", "x": "No run"}
     for word, answer in refusals.items():
         with pytest.raises(ConfigError, match=answer) as caught:
-            _choose(str(storage), word, print)
+            _choose_unfinished(str(storage), word, print)
         assert caught.value.field == "RUN"
         assert caught.value.remedy
 
