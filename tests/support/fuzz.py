@@ -2,8 +2,8 @@
 
 Real files are taken apart, changed in their own structure (a JSON value, a tensor's header, an instruction of a pickle,
 a record of an archive) or in their bytes, and given to the reader. Allowed is a value or a `TrainflowError`, but not a
-`CodeError` (somebody else's code raised). Not allowed: any other exception, more than `MEMORY` beyond what the process
-had, more than `SECONDS` for one input.
+`CodeError` (somebody else's code raised). Not allowed: any other exception, more than `MEMORY_MIB` beyond what the
+process had, more than `SECONDS` for one input.
 """
 
 from __future__ import annotations
@@ -11,21 +11,19 @@ from __future__ import annotations
 import json
 import pickletools
 import random
-import resource
 import signal
 import struct
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from tests.support.hostile import program_of, rezipped
+from tests.support.hostile import bounded, program_of, rezipped
 from trainer_lib.errors import CodeError, TrainflowError
 
-MEMORY = 1536 * 2**20
+MEMORY_MIB = 1536
 SECONDS = 20
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -50,8 +48,6 @@ class Target:
 
 
 # -- changing ----------------------------------------------------------------------------------------------------------
-
-
 def in_bytes(rng: random.Random, data: bytes) -> bytes:
     """Flip, cut, insert, repeat or overwrite some bytes."""
     changed = bytearray(data)
@@ -88,10 +84,8 @@ def in_json(rng: random.Random, data: bytes) -> bytes:
 
 def _in_value(rng: random.Random, value: Any) -> Any:
     """The value with one place in it changed."""
-    if isinstance(value, dict) and value and rng.random() < 0.9:
-        return _in_dict(rng, value)
-    if isinstance(value, list) and value and rng.random() < 0.9:
-        return _in_list(rng, value)
+    if isinstance(value, dict | list) and value and rng.random() < 0.9:
+        return _in_container(rng, value)
     if rng.random() < 0.05:
         return _nested(rng)
     if isinstance(value, str) and rng.random() < 0.5:
@@ -99,33 +93,22 @@ def _in_value(rng: random.Random, value: Any) -> Any:
     return rng.choice(VALUES)
 
 
-def _in_dict(rng: random.Random, value: dict[str, Any]) -> dict[str, Any]:
-    changed, name = dict(value), rng.choice(list(value))
-    kind = rng.randrange(10)
+def _in_container(rng: random.Random, value: Any) -> Any:
+    changed, is_list = value.copy(), isinstance(value, list)
+    place, other = (rng.choice([*range(len(value))] if is_list else [*value]) for _ in range(2))
+    kind, name = rng.randrange(9), str(rng.choice(TEXTS))
     if kind == 0:
-        del changed[name]
+        del changed[place]
+    elif kind == 1 and is_list:
+        changed[place:place] = [changed[place]] * rng.choice([1, 3, 1000])
     elif kind == 1:
-        changed[str(rng.choice(TEXTS))] = changed.pop(name)
+        changed[name] = changed.pop(place)
     elif kind == 2:
-        changed[str(rng.choice(TEXTS))] = rng.choice(VALUES)
+        changed.append(rng.choice(VALUES)) if is_list else changed.update({name: rng.choice(VALUES)})
     elif kind == 3:
-        changed[name] = changed[rng.choice(list(value))]
+        changed[place] = changed[other]
     else:
-        changed[name] = _in_value(rng, changed[name])
-    return changed
-
-
-def _in_list(rng: random.Random, value: list[Any]) -> list[Any]:
-    changed, at = list(value), rng.randrange(len(value))
-    kind = rng.randrange(8)
-    if kind == 0:
-        del changed[at]
-    elif kind == 1:
-        changed[at:at] = [changed[at]] * rng.choice([1, 3, 1000])
-    elif kind == 2:
-        changed.append(rng.choice(VALUES))
-    else:
-        changed[at] = _in_value(rng, changed[at])
+        changed[place] = _in_value(rng, changed[place])
     return changed
 
 
@@ -182,44 +165,30 @@ def _in_program(rng: random.Random, program: bytearray) -> bytearray:
         words = [b"cos\nsystem\n", b"cbuiltins\neval\n", b"ctorch\nload\n", b"cnumpy\ndtype\n", b"ctorch\nSize\n"]
         program[starts[index] : starts[index + 1]] = rng.choice(words)
     else:
-        numbers = [
-            b"J\xff\xff\xff\x7f",
-            b"J\xff\xff\xff\xff",
-            b"K\x00",
-            b"\x8a\x09" + b"\xff" * 8 + b"\x00",
-            b"(",
-            b")R",
-        ]
-        program[starts[index] : starts[index + 1]] = rng.choice([*numbers, b"}", b"]", b"N", b"Q", b"b", b"0", b"."])
+        numbers = [b"J\xff\xff\xff\x7f", b"J\xff\xff\xff\xff", b"K\x00", b"\x8a\x09" + b"\xff" * 8 + b"\x00", b")R"]
+        others = [bytes([code]) for code in b"(}]NQb0."]
+        program[starts[index] : starts[index + 1]] = rng.choice([*numbers, *others])
     return program
 
 
 # -- running -----------------------------------------------------------------------------------------------------------
-
-
 class TooSlow(BaseException):
     """One input took longer than `SECONDS`. A BaseException, so that no reader catches it as one of its own."""
 
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """Allow a block at most `MEMORY` beyond what the process has now (on Linux)."""
-    statm = Path("/proc/self/statm")
-    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    if statm.exists():
-        used = int(statm.read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY, hard))
+    """Allow a block `MEMORY_MIB` beyond what the process has now, and no input more time than `attempt` gives it."""
 
     def late(number: int, frame: FrameType | None) -> None:
         raise TooSlow
 
     before = signal.signal(signal.SIGALRM, late)
     try:
-        yield
+        with bounded(MEMORY_MIB, seconds=INFINITY):
+            yield
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
-        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 def attempt(read: Callable[[bytes], object], data: bytes) -> str | None:

@@ -71,8 +71,6 @@ def targets(folder: Path) -> dict[str, Target]:
 
 
 # -- our own format ----------------------------------------------------------------------------------------------------
-
-
 def _file(folder: Path, name: str, read: Callable[[Store, str], object]) -> Read:
     folder.mkdir(parents=True)
 
@@ -222,8 +220,6 @@ def _resuming(folder: Path) -> dict[str, Target]:
 
 
 # -- other programs' ---------------------------------------------------------------------------------------------------
-
-
 def _importing(folder: Path) -> dict[str, Target]:
     source = folder / "peer"
     source.mkdir()

@@ -16,16 +16,9 @@ from trainer_lib.checkpoint.optimizer import snapshot_optimizer
 from trainer_lib.errors import Preempted
 
 TIMES = ("runtime", "per_second")
-TWICE: dict[str, Any] = {
-    "num_train_epochs": 2,
-    "gradient_accumulation_steps": 2,  # 22 samples: the third step of each epoch has 6 of 8
-    "logging_strategy": "steps",
-    "logging_steps": 1,
-}
-"""Two epochs whose last step is not full, each step logged; for 22 rows."""
-
-
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1}
+TWICE: dict[str, Any] = {"num_train_epochs": 2, "gradient_accumulation_steps": 2, **LOGGED}
+"""Two epochs, each step logged; of 22 rows the third step of each epoch has 6 of 8."""
 
 
 def arguments(folder: Path | str, **given: Any) -> TrainingArguments:

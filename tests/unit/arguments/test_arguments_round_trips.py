@@ -163,5 +163,4 @@ def test_an_object_with_to_dict_is_written_as_its_dictionary() -> None:
 )
 def test_coercion_by_type(value: Any, hint: Any, expected: Any) -> None:
     result = coerce(value, hint, field="x")
-    assert result == expected
-    assert type(result) is type(expected)
+    assert result == expected and type(result) is type(expected)

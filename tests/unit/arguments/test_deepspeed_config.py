@@ -38,12 +38,12 @@ BY_FILE: dict[str, Any] = {
 BY_ARGUMENTS: dict[str, Any] = {
     "learning_rate": 3e-5,
     "warmup_steps": 500,
+    "lr_scheduler_type": "constant_with_warmup",
+    "fp16": True,
     "adam_beta1": 0.8,
     "adam_beta2": 0.999,
     "adam_epsilon": 1e-8,
     "weight_decay": 3e-7,
-    "lr_scheduler_type": "constant_with_warmup",
-    "fp16": True,
 }
 
 
@@ -112,8 +112,7 @@ def test_auto_leaves_it_to_the_arguments() -> None:
     args = arguments(auto, learning_rate=2e-4, weight_decay=0.3, warmup_steps=0.1, max_grad_norm=0.7, bf16=True)
     found = adopt(args)
     assert (args.learning_rate, args.weight_decay, args.max_grad_norm) == (2e-4, 0.3, 0.7)
-    assert (found.precision, found.automatic) == ("bf16", ("reduce_bucket_size",))
-    assert found.schedule is not None
+    assert (found.precision, found.automatic) == ("bf16", ("reduce_bucket_size",)) and found.schedule is not None
     settings = zero_config.schedule_settings(*found.schedule, args, 50)
     assert list(settings.items())[:2] == [("warmup_min_lr", 0.0), ("warmup_max_lr", 2e-4)]
     assert (settings["warmup_num_steps"], settings["total_num_steps"]) == (5, 50)
@@ -123,12 +122,9 @@ def test_sizes_follow_from_the_models_width() -> None:
     sizes = dict.fromkeys(keys.ZERO_AUTO, "auto")
     args = arguments({"zero_optimization": {"stage": 3, **sizes}})
     config = engine(args, SimpleNamespace(config=SimpleNamespace(hidden_size=32)))
-    expected = {
-        "reduce_bucket_size": 1024,
-        "stage3_prefetch_bucket_size": 921,
-        "stage3_param_persistence_threshold": 320,
-    }
-    assert {name: config["zero_optimization"][name] for name in sizes} == expected
+    found = {name: config["zero_optimization"][name] for name in sizes}
+    assert found.pop("reduce_bucket_size") == 1024
+    assert found == {"stage3_prefetch_bucket_size": 921, "stage3_param_persistence_threshold": 320}
     without = engine(args)
     assert not without["zero_optimization"].keys() & sizes.keys(), "DeepSpeed's own defaults"
 
@@ -137,11 +133,7 @@ def test_sizes_follow_from_the_models_width() -> None:
     ("section", "optim", "optim_args"),
     [
         ({"type": "AdamW"}, "adamw_torch_fused", None),
-        (
-            {"type": "Adam", "params": {"weight_decay": 0.01}},
-            "adamw_torch_fused",
-            None,
-        ),  # it decays like AdamW
+        ({"type": "Adam", "params": {"weight_decay": 0.01}}, "adamw_torch_fused", None),  # it decays like AdamW
         ({"type": "Adam", "params": {"adam_w_mode": False}}, "adam", None),
         ({"type": "SGD", "params": {"momentum": 0.9, "nesterov": True}}, "sgd", "momentum=0.9,nesterov=True"),
         ({"type": "Lion"}, "lion", None),
@@ -167,11 +159,9 @@ def test_a_file_is_read_when_training_is_set_up_and_without_zero_it_is_stage_0(t
     file = tmp_path / "ds.json"
     file.write_text(json.dumps({"zero_optimization": TWO, "gradient_clipping": 0.25}))
     args = arguments(str(file))
-    assert adopt(args).stage == 2
-    assert args.max_grad_norm == 0.25
+    assert adopt(args).stage == 2 and args.max_grad_norm == 0.25
     alone = arguments({name: BY_FILE[name] for name in ("optimizer", "scheduler", "zero_allow_untested_optimizer")})
-    assert adopt(alone).stage == 0
-    assert (alone.learning_rate, alone.warmup_steps, alone.adam_beta1) == (3e-5, 500, 0.8)
+    assert adopt(alone).stage == 0 and (alone.learning_rate, alone.warmup_steps, alone.adam_beta1) == (3e-5, 500, 0.8)
 
 
 def nvme(path: str, stage: int = 3) -> dict[str, Any]:
@@ -244,16 +234,13 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("config", "given", "said"), REFUSED, ids=[row[-1] for row in REFUSED])
-def test_what_is_wrong_is_refused_before_anything_starts(
-    config: dict[str, Any], given: dict[str, Any], said: str
-) -> None:
+def test_what_is_wrong_is_refused_before_a_start(config: dict[str, Any], given: dict[str, Any], said: str) -> None:
     """When a mapping is given already at construction, so that a spec is refused at once."""
     with pytest.raises(ConfigError) as caught:
         arguments(config, **given)
     place, *parts = said.split(" … ")
     assert str(caught.value).removeprefix("deepspeed.").startswith(place)
-    assert all(part in str(caught.value) for part in parts)
-    assert caught.value.remedy
+    assert all(part in str(caught.value) for part in parts) and caught.value.remedy
 
 
 def test_parameters_are_offloaded_in_stage_3_alone_and_dropped_with_a_warning_elsewhere() -> None:

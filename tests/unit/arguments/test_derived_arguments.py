@@ -97,8 +97,7 @@ class SamplingConfig(Seq2SeqTrainingArguments):
 def test_overridden_defaults_and_added_fields_of_a_derived_class_count() -> None:
     args: Any = BaseConfig("out")
     assert (args.logging_steps, args.learning_rate, args.bf16, args.max_length) == (10, 2e-5, True, 1024)
-    assert isinstance(args.logging_steps, int)
-    assert args.gradient_checkpointing is args.activation_checkpointing is True
+    assert isinstance(args.logging_steps, int) and args.gradient_checkpointing is args.activation_checkpointing is True
     assert (args.loss_type, args.pad_to, args.unstated, args.made) == (["sigmoid"], None, None, 3)
     off = BaseConfig("out", activation_checkpointing=False)
     assert off.gradient_checkpointing is off.activation_checkpointing is False
@@ -106,10 +105,8 @@ def test_overridden_defaults_and_added_fields_of_a_derived_class_count() -> None
     assert off.gradient_checkpointing is off.activation_checkpointing is False
     assert BaseConfig("out", fp16=True).bf16 is False
     assert BaseConfig("out", truncation="legacy").truncation == "start"  # its own choices are its own business
-    assert BaseConfig("out", model_init_kwargs='{"dtype": "float32", "use_cache": "false"}').model_init_kwargs == {
-        "dtype": "float32",
-        "use_cache": False,
-    }
+    given = BaseConfig("out", model_init_kwargs='{"dtype": "float32", "use_cache": "false"}')
+    assert given.model_init_kwargs == {"dtype": "float32", "use_cache": False}
     assert BaseConfig("out", max_length=7.5).max_length == 7.5  # type: ignore[arg-type]
 
 
@@ -129,8 +126,7 @@ def test_a_derived_class_survives_copies_and_its_own_dictionary() -> None:
     assert (args.prompts, args.sampler, args.warmup_steps, args.warmup_ratio) == ({"a": "b"}, Sampler.SECOND, 0.1, None)
     assert args.prediction_loss_only and not args.dataloader_drop_last
     values = json.loads(json.dumps(args.to_dict()))
-    assert values["sampler"] == "second"
-    assert SamplingConfig(**values).to_dict() == values
+    assert values["sampler"] == "second" and SamplingConfig(**values).to_dict() == values
     assert dataclasses.replace(args, learning_rate=1.0).sampler is Sampler.SECOND
     assert dataclasses.asdict(args)["prompts"] == {"a": "b"}
     assert pickle.loads(pickle.dumps(copy.deepcopy(args))).to_dict() == values
@@ -160,8 +156,7 @@ def test_transformers_parser_takes_our_fields(cls: Any) -> None:
     theirs = transformers.HfArgumentParser(cls)
     (args,) = theirs.parse_args_into_dataclasses(shlex.split(LINE), look_for_args_file=False)
     (ours,) = HfArgumentParser(cls).parse_args_into_dataclasses(shlex.split(LINE))
-    assert args.to_dict() == ours.to_dict()
-    assert args.lr_scheduler_kwargs == {"num_cycles": 2}
+    assert args.to_dict() == ours.to_dict() and args.lr_scheduler_kwargs == {"num_cycles": 2}
     theirs.format_help()
     HfArgumentParser(cls).format_help()
 
@@ -205,16 +200,10 @@ def test_the_plugins_are_none_or_say_what_is_configured() -> None:
     assert (args.deepspeed_plugin.zero_stage, args.deepspeed_plugin.is_zero3_init_enabled()) == (3, True)
     assert args.deepspeed_plugin.deepspeed_config == {"zero_optimization": {"stage": 3}}
     args = TrainingArguments("out", fsdp="shard_grad_op offload", fsdp_config={"min_num_params": 7})
-    assert args.fsdp_plugin_args == {
-        "fsdp_version": 2,
-        "reshard_after_forward": False,
-        "cpu_offload": True,
-        "min_num_params": 7,
-        "auto_wrap_policy": "SIZE_BASED_WRAP",
-        "state_dict_type": "SHARDED_STATE_DICT",
-        "cpu_ram_efficient_loading": False,
-        "activation_checkpointing": False,
-    }
+    names = ("reshard_after_forward", "cpu_ram_efficient_loading", "activation_checkpointing")
+    plugin: dict[str, Any] = dict.fromkeys(names, False)
+    plugin |= {"fsdp_version": 2, "cpu_offload": True, "min_num_params": 7, "auto_wrap_policy": "SIZE_BASED_WRAP"}
+    assert args.fsdp_plugin_args == {**plugin, "state_dict_type": "SHARDED_STATE_DICT"}
     args = TrainingArguments("out", fsdp=True, fsdp_config={"transformer_layer_cls_to_wrap": ["A", "B"]})
     assert args.fsdp_plugin_args["transformer_cls_names_to_wrap"] == "A,B"
 

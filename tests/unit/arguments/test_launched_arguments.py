@@ -15,20 +15,19 @@ from trainer_lib.arguments.environment import ALONE, Ranks, find_machines, first
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError
 
-SLURM = {
-    "SLURM_JOB_ID": "123456",
-    "SLURM_STEP_ID": "0",
-    "SLURM_PROCID": "5",
-    "SLURM_NTASKS": "8",
-    "SLURM_STEP_NUM_TASKS": "8",
-    "SLURM_LOCALID": "1",
-    "SLURM_NODEID": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
-    "SLURM_STEP_NODELIST": "gpu[007-008]",
-}
-TORCHRUN = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "3"}
-POD = {"KUBERNETES_SERVICE_HOST": "10.0.0.1", "RANK": "2", "WORLD_SIZE": "3", "MASTER_ADDR": "m", "MASTER_PORT": "1"}
+
+def variables(words: str) -> dict[str, str]:
+    """An environment, from words NAME=value."""
+    return dict(word.split("=", 1) for word in words.split())
+
+
+SLURM = variables(
+    "SLURM_JOB_ID=123456 SLURM_STEP_ID=0 SLURM_PROCID=5 SLURM_NTASKS=8 SLURM_STEP_NUM_TASKS=8 SLURM_LOCALID=1 "
+    "SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=4(x2) SLURM_STEP_NODELIST=gpu[007-008]"
+)
+TORCHRUN = variables("RANK=3 WORLD_SIZE=4 LOCAL_RANK=1 LOCAL_WORLD_SIZE=2")
+MPI = variables("OMPI_COMM_WORLD_RANK=2 OMPI_COMM_WORLD_SIZE=3")
+POD = variables("KUBERNETES_SERVICE_HOST=10.0.0.1 RANK=2 WORLD_SIZE=3 MASTER_ADDR=m MASTER_PORT=1")
 STARTED: dict[str, tuple[dict[str, str], Ranks]] = {
     "nothing": ({}, ALONE),
     "torchrun": ({**TORCHRUN, "MASTER_ADDR": "a", "MASTER_PORT": "7"}, Ranks(3, 4, 1, 2, ("a", 7), "RANK")),
@@ -73,7 +72,7 @@ def test_slurms_short_forms() -> None:
 
 
 @pytest.mark.parametrize(
-    ("variables", "message"),
+    ("environ", "message"),
     [
         ({"PET_NNODES": "two"}, "PET_NNODES = two: This is neither a number of machines nor a range"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, "PET_NNODES = 2: This number does not fit a job of 2 machines"),
@@ -84,9 +83,9 @@ def test_slurms_short_forms() -> None:
         ({"DSTACK_NODE_RANK": "0"}, "DSTACK_NODES_NUM: The environment describes machine 0"),
     ],
 )
-def test_a_schedulers_variable_that_is_wrong_is_named(variables: dict[str, str], message: str) -> None:
+def test_a_schedulers_variable_that_is_wrong_is_named(environ: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        find_machines(variables)
+        find_machines(environ)
 
 
 def test_a_script_that_a_scheduler_starts_on_each_machine_warns_that_it_trains_alone(
@@ -103,30 +102,18 @@ def test_a_script_that_a_scheduler_starts_on_each_machine_warns_that_it_trains_a
 
 
 # ------------------------------------------------------------------------------------------------- accelerate launch
-FSDP = {
-    "ACCELERATE_USE_FSDP": "true",
-    "FSDP_VERSION": "1",
-    "FSDP_SHARDING_STRATEGY": "1",
-    "FSDP_OFFLOAD_PARAMS": "true",
-    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
-    "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer,T5Block",
-    "FSDP_BACKWARD_PREFETCH": "BACKWARD_PRE",
-    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
-    "FSDP_FORWARD_PREFETCH": "true",
-    "FSDP_USE_ORIG_PARAMS": "true",
-    "FSDP_SYNC_MODULE_STATES": "true",
-    "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
-    "FSDP_ACTIVATION_CHECKPOINTING": "false",
-}
-DEEPSPEED = {
-    "ACCELERATE_USE_DEEPSPEED": "true",
-    "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3",
-    "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2",
-    "ACCELERATE_GRADIENT_CLIPPING": "0.7",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": "cpu",
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": "none",
-    "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
-}
+FSDP = variables(
+    "ACCELERATE_USE_FSDP=true FSDP_VERSION=1 FSDP_SHARDING_STRATEGY=1 FSDP_OFFLOAD_PARAMS=true "
+    "FSDP_AUTO_WRAP_POLICY=TRANSFORMER_BASED_WRAP FSDP_TRANSFORMER_CLS_TO_WRAP=BertLayer,T5Block "
+    "FSDP_BACKWARD_PREFETCH=BACKWARD_PRE FSDP_STATE_DICT_TYPE=FULL_STATE_DICT FSDP_FORWARD_PREFETCH=true "
+    "FSDP_USE_ORIG_PARAMS=true FSDP_SYNC_MODULE_STATES=true FSDP_CPU_RAM_EFFICIENT_LOADING=true "
+    "FSDP_ACTIVATION_CHECKPOINTING=false"
+)
+DEEPSPEED = variables(
+    "ACCELERATE_USE_DEEPSPEED=true ACCELERATE_DEEPSPEED_ZERO_STAGE=3 ACCELERATE_GRADIENT_ACCUMULATION_STEPS=2 "
+    "ACCELERATE_GRADIENT_CLIPPING=0.7 ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE=cpu "
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE=none ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL=true"
+)
 
 
 def adopted(environ: dict[str, str], **given: Any) -> TrainingArguments:
@@ -140,26 +127,18 @@ def adopted(environ: dict[str, str], **given: Any) -> TrainingArguments:
 
 
 def test_precision_device_accumulation_clipping_and_compilation_are_taken_up() -> None:
-    asked = {
-        "ACCELERATE_MIXED_PRECISION": "bf16",
-        "ACCELERATE_USE_CPU": "True",
-        "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4",
-        "ACCELERATE_GRADIENT_CLIPPING": "0.5",
-        "ACCELERATE_DYNAMO_BACKEND": "INDUCTOR",
-        "ACCELERATE_DYNAMO_MODE": "reduce-overhead",
-    }
-    args = adopted(asked)
+    asked = "ACCELERATE_MIXED_PRECISION=bf16 ACCELERATE_USE_CPU=True ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4 "
+    asked += (
+        "ACCELERATE_GRADIENT_CLIPPING=0.5 ACCELERATE_DYNAMO_BACKEND=INDUCTOR ACCELERATE_DYNAMO_MODE=reduce-overhead"
+    )
+    args = adopted(variables(asked))
     assert (args.bf16, args.use_cpu, args.gradient_accumulation_steps, args.max_grad_norm) == (True, True, 4, 0.5)
     compiled = (args.torch_compile, args.torch_compile_backend, args.torch_compile_mode)
     assert compiled == (True, "inductor", "reduce-overhead")
     # What the launcher writes when nothing was asked for.
-    quiet = {
-        "ACCELERATE_MIXED_PRECISION": "no",
-        "ACCELERATE_USE_CPU": "False",
-        "ACCELERATE_DYNAMO_BACKEND": "NO",
-        "ACCELERATE_DYNAMO_MODE": "default",
-    }
-    assert adopted(quiet, bf16=True).to_dict() == TrainingArguments("out", bf16=True).to_dict()
+    quiet = "ACCELERATE_MIXED_PRECISION=no ACCELERATE_USE_CPU=False ACCELERATE_DYNAMO_BACKEND=NO "
+    quiet += "ACCELERATE_DYNAMO_MODE=default"
+    assert adopted(variables(quiet), bf16=True).to_dict() == TrainingArguments("out", bf16=True).to_dict()
 
 
 def test_fsdp_variables_become_fsdp_and_its_settings() -> None:
@@ -176,25 +155,23 @@ def test_fsdp_variables_become_fsdp_and_its_settings() -> None:
 @pytest.mark.parametrize(
     ("changes", "words", "settings"),
     [
-        ({"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "false"}, "shard_grad_op", {"version": 2}),
-        ({"FSDP_SHARDING_STRATEGY": "HYBRID_SHARD"}, "hybrid_shard", {}),
+        ("FSDP_VERSION=2 FSDP_RESHARD_AFTER_FORWARD=false", "shard_grad_op", {"version": 2}),
+        ("FSDP_SHARDING_STRATEGY=HYBRID_SHARD", "hybrid_shard", {}),
         (
-            {"FSDP_AUTO_WRAP_POLICY": "SIZE_BASED_WRAP", "FSDP_MIN_NUM_PARAMS": "2000"},
+            "FSDP_AUTO_WRAP_POLICY=SIZE_BASED_WRAP FSDP_MIN_NUM_PARAMS=2000",
             "full_shard auto_wrap",
             {"min_num_params": 2000},
         ),
     ],
 )
-def test_ways_of_sharding(changes: dict[str, str], words: str, settings: dict[str, Any]) -> None:
-    args = adopted({"ACCELERATE_USE_FSDP": "true", **changes})
-    assert args.fsdp == words
-    assert (args.fsdp_config or {}) == settings
+def test_ways_of_sharding(changes: str, words: str, settings: dict[str, Any]) -> None:
+    args = adopted(variables(f"ACCELERATE_USE_FSDP=true {changes}"))
+    assert args.fsdp == words and (args.fsdp_config or {}) == settings
 
 
 def test_deepspeed_variables_become_its_configuration(tmp_path: Path) -> None:
     args = adopted(DEEPSPEED)
-    assert (args.gradient_accumulation_steps, args.max_grad_norm) == (2, 0.7)
-    assert isinstance(args.deepspeed, dict)
+    assert (args.gradient_accumulation_steps, args.max_grad_norm) == (2, 0.7) and isinstance(args.deepspeed, dict)
     assert args.deepspeed["zero_optimization"] == {
         "stage": 3,
         "offload_optimizer": {"device": "cpu"},
@@ -209,19 +186,16 @@ def test_deepspeed_variables_become_its_configuration(tmp_path: Path) -> None:
 
 def test_what_both_say_is_joined(tmp_path: Path) -> None:
     args = adopted(FSDP, fsdp="full_shard", fsdp_config={"fsdp_forward_prefetch": "true", "limit_all_gathers": True})
-    assert args.fsdp == "full_shard offload auto_wrap"
-    assert isinstance(args.fsdp_config, dict)
+    assert args.fsdp == "full_shard offload auto_wrap" and isinstance(args.fsdp_config, dict)
     assert (args.fsdp_config["limit_all_gathers"], args.fsdp_config["fsdp_forward_prefetch"]) == (True, "true")
     assert "forward_prefetch" not in args.fsdp_config
     file = tmp_path / "fsdp.json"
     file.write_text(json.dumps({"backward_prefetch": "backward_pre", "xla": False}))
     read = adopted(FSDP, fsdp_config=str(file)).fsdp_config
-    assert isinstance(read, dict)
-    assert (read["xla"], read["forward_prefetch"]) == (False, True)
+    assert isinstance(read, dict) and (read["xla"], read["forward_prefetch"]) == (False, True)
     zero = {"zero_optimization": {"stage": "auto", "overlap_comm": True}, "gradient_clipping": 0.7}
     joined = adopted(DEEPSPEED, deepspeed=zero).deepspeed
-    assert isinstance(joined, dict)
-    assert joined["zero_optimization"]["stage"] == 3
+    assert isinstance(joined, dict) and joined["zero_optimization"]["stage"] == 3
     assert joined["zero_optimization"]["overlap_comm"] is True
 
 
@@ -264,8 +238,7 @@ def test_what_is_not_served_is_refused_by_the_variables_name(environ: dict[str, 
     with pytest.raises(ConfigError) as caught:
         adopted(environ)
     assert (caught.value.field or "").removeprefix("environment variable ") in environ
-    assert caught.value.value is not None
-    assert caught.value.remedy is not None
+    assert caught.value.value is not None and caught.value.remedy is not None
 
 
 def test_float8_of_the_launcher_is_that_of_torchao() -> None:
@@ -288,9 +261,8 @@ def test_a_trainer_takes_up_what_its_launcher_says(tmp_path: Path, monkeypatch: 
 
 
 def test_a_spec_is_merged_before_anything_starts() -> None:
-    merged = foreign_arguments.merge(
-        {"learning_rate": "1e-3"}, {"ACCELERATE_MIXED_PRECISION": "bf16"}, prefix="train.args"
-    )
+    bf16 = {"ACCELERATE_MIXED_PRECISION": "bf16"}
+    merged = foreign_arguments.merge({"learning_rate": "1e-3"}, bf16, prefix="train.args")
     assert merged == {"learning_rate": "1e-3", "bf16": True}
     with pytest.raises(ConfigError, match=r"train\.args\.max_grad_norm = 3\.0"):
         foreign_arguments.merge({"max_grad_norm": "3"}, {"ACCELERATE_GRADIENT_CLIPPING": "0.7"}, prefix="train.args")

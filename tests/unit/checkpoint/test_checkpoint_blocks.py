@@ -181,8 +181,7 @@ def test_whole_tensors_are_read_one_by_one_and_compared_again(tmp_path: Path) ->
     assert state is not None
     assert full is not None
     for tensors, others in ((model, expected), (state.tensors, full.tensors)):
-        assert isinstance(tensors, ShardedTensors)
-        assert tensors.keys() == others.keys()
+        assert isinstance(tensors, ShardedTensors) and tensors.keys() == others.keys()
         assert all(torch.equal(tensors[name], value) for name, value in others.items())
         assert all(tensors.read_spec(name) == (value.dtype, tuple(value.shape)) for name, value in others.items())
     model, path = singly.read_model(), tmp_path / "checkpoint-2" / "model.safetensors"

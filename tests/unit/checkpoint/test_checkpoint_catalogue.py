@@ -70,14 +70,11 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over_all_the_same(faul
     faults.plan(1)
     newest = find_newest_intact(root, on_damage=told.append)
     faults.plan(None)
-    assert newest is not None
-    assert newest.step == 1
+    assert newest is not None and newest.step == 1
     assert "could not be set aside" in told[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- retention
-
-
 @pytest.mark.parametrize(
     ("keep", "protect", "left"),
     [
@@ -94,7 +91,7 @@ def test_a_damaged_one_that_cannot_be_set_aside_is_passed_over_all_the_same(faul
         (1, ("checkpoint-99",), [4]),
     ],
 )
-def test_neither_the_newest_nor_a_protected_one_is_deleted(
+def test_the_newest_and_the_protected_stay(
     keep: int | None, protect: tuple[str, ...], left: list[int], root: Store
 ) -> None:
     for step in (1, 2, 3, 4):
@@ -111,8 +108,7 @@ def test_a_damaged_newest_does_not_cost_the_newest_good_one(harm: Callable[[byte
     root.write_bytes(name, harm(root.read_bytes(name)))
     assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1"]
     newest = find_newest_intact(root, on_damage=lambda _: None)
-    assert newest is not None
-    assert newest.step == 2
+    assert newest is not None and newest.step == 2
 
 
 def test_one_just_written_is_known_by_its_writing_and_its_sizes(root: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +121,7 @@ def test_one_just_written_is_known_by_its_writing_and_its_sizes(root: Store, mon
     assert read == []
     save_untrained(root, 3)
     root.write_bytes("checkpoint-3/optimizer.safetensors", b"")
-    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-3") == []
-    assert steps(root) == [3, 2]
+    assert rotate_checkpoints(root, keep=1, protect=(), just_written="checkpoint-3") == [] and steps(root) == [3, 2]
 
 
 def test_models_alone_do_not_cost_the_newest_that_can_be_resumed(root: Store) -> None:
@@ -134,11 +129,9 @@ def test_models_alone_do_not_cost_the_newest_that_can_be_resumed(root: Store) ->
     for step in range(1, 6):
         save_untrained(root, step, **(alone if step > 2 else {}))
     assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-1", "checkpoint-3", "checkpoint-4"]
-    assert steps(root) == [5, 2]
-    assert find_newest_intact(root, on_damage=pytest.fail) == list_checkpoints(root)[0]
+    assert steps(root) == [5, 2] and find_newest_intact(root, on_damage=pytest.fail) == list_checkpoints(root)[0]
     resumable = find_newest_intact(root, on_damage=pytest.fail, resumable=True)
-    assert resumable is not None
-    assert resumable.step == 2
+    assert resumable is not None and resumable.step == 2
     save_untrained(root, 6)
     assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2", "checkpoint-5"]
 
@@ -151,8 +144,7 @@ def test_a_deletion_that_fails_leaves_no_half_checkpoint(faulty_url: str, faults
     with pytest.raises(StorageError):
         rotate_checkpoints(root, keep=1, protect=())
     faults.plan(None)
-    assert steps(root) == [3, 2]
-    assert delete_leftovers(root) == ["checkpoint-1"]
+    assert steps(root) == [3, 2] and delete_leftovers(root) == ["checkpoint-1"]
     assert rotate_checkpoints(root, keep=1, protect=()) == ["checkpoint-2"]
 
 
@@ -166,8 +158,6 @@ def test_a_save_under_way_on_this_machine_is_no_leftover(root: Store) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------- readers
-
-
 def test_several_may_read_at_once_and_cost_no_newer_one(folder: Store, root: Store) -> None:
     for step in (2, 3, 4):
         save_untrained(root, step)
@@ -175,11 +165,9 @@ def test_several_may_read_at_once_and_cost_no_newer_one(folder: Store, root: Sto
         with protect_from_removal(folder):
             assert len(removal.list_readers(folder)) == 2
         assert not withdraw_if_unread(folder)
-        assert rotate_checkpoints(root, keep=3, protect=()) == []
-        assert steps(root) == [4, 3, 2, 1]
+        assert rotate_checkpoints(root, keep=3, protect=()) == [] and steps(root) == [4, 3, 2, 1]
     assert rotate_checkpoints(root, keep=3, protect=()) == ["checkpoint-1"]
-    assert withdraw_if_unread(root.child("checkpoint-2"))
-    assert root.children() == ["checkpoint-3", "checkpoint-4"]
+    assert withdraw_if_unread(root.child("checkpoint-2")) and root.children() == ["checkpoint-3", "checkpoint-4"]
 
 
 @pytest.mark.parametrize(
@@ -215,8 +203,6 @@ def test_where_nothing_can_be_written_reading_works_all_the_same(faulty_url: str
 
 
 # ------------------------------------------------------------------------------------------------------------- keeping
-
-
 def test_a_kept_checkpoint_stays_until_its_mark_is_taken_away_or_training_went_back(folder: Store, root: Store) -> None:
     assert not keep_checkpoint(root.child("checkpoint-0"), "the best"), "a removed one is not made again by a mark"
     assert root.children() == ["checkpoint-1"]

@@ -25,9 +25,8 @@ from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 
+
 # --------------------------------------------------------------------------------------------------- what others read
-
-
 def test_secrets_are_not_written(tmp_path: Path) -> None:
     info = save(Store.open(tmp_path))
     args = json.loads((Path(info.url) / "training_args.json").read_text())
@@ -36,8 +35,6 @@ def test_secrets_are_not_written(tmp_path: Path) -> None:
 
 
 # --------------------------------------------------------------------------------------------------- stores that fail
-
-
 @pytest.mark.parametrize("kind", ["error", "full", "short", "silent", "after", "die"])
 def test_a_save_that_fails_at_each_write_in_turn_leaves_the_one_before(kind: Kind, faulty_url: str) -> None:
     root = Store.open(faulty_url)
@@ -114,8 +111,6 @@ def test_a_writer_that_was_replaced_cannot_commit(tmp_path: Path, monkeypatch: p
 
 
 # --------------------------------------------------------------------------------------------------------- many ranks
-
-
 class Ranks:
     """Rank 0 of a world whose other rank answers from a script."""
 

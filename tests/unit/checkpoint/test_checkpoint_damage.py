@@ -76,14 +76,12 @@ def test_any_damage_is_found_named_and_gone_round(name: str, intact: Path, tmp_p
 
         told: list[str] = []
         found = find_newest_intact(store, on_damage=told.append)
-        assert found is not None
-        assert found.step == 1
+        assert found is not None and found.step == 1
         assert len(told) == 1
         assert f"checkpoint-2 is damaged and will not be used: {name}: " in told[0]
         assert [info.step for info in list_checkpoints(store)] == [1]
         record = json.loads((root / "checkpoint-2" / "DAMAGED.json").read_text())
-        assert record["problems"][0].startswith(name)
-        assert json.loads(record["commit"])["meta"]["step"] == 2
+        assert record["problems"][0].startswith(name) and json.loads(record["commit"])["meta"]["step"] == 2
         assert find_newest_intact(store, on_damage=no_damage) == found  # set aside: it is not reported twice
 
 
@@ -174,8 +172,7 @@ def test_a_checkpoint_that_is_a_link_is_neither_used_nor_deleted(root: Path, tmp
     (root / "checkpoint-11").symlink_to("checkpoint-11")
     store = Store.open(root)
     found = catalogue.find_newest_intact(store, on_damage=pytest.fail)
-    assert found is not None
-    assert found.step == 2
+    assert found is not None and found.step == 2
     assert catalogue.rotate_checkpoints(store, keep=1, protect=()) == ["checkpoint-1"]
     assert catalogue.delete_leftovers(store) == []
     assert (outside / COMMIT).exists()
@@ -236,9 +233,7 @@ ODD: dict[str, list[Any]] = {
         *((COMMIT, {"layout": sizes}) for sizes in ({"tensor": "two"}, {"tensor": None}, [4], 7)),
     ],
 )
-def test_a_state_that_training_cannot_take_up_is_refused_by_file(
-    name: str, change: dict[str, Any], tmp_path: Path
-) -> None:
+def test_a_state_that_cannot_be_taken_up_is_refused_by_file(name: str, change: dict[str, Any], tmp_path: Path) -> None:
     trainer(tmp_path, ROWS, max_steps=1, save_strategy="steps", save_steps=1).train()
     folder = Store.open(tmp_path / "checkpoint-1")
     if name == COMMIT:
@@ -250,8 +245,7 @@ def test_a_state_that_training_cannot_take_up_is_refused_by_file(
         with_file(folder, name, json.dumps(json.loads(folder.read_bytes(name)) | change).encode())
     with pytest.raises(DamagedError) as caught:
         trainer(tmp_path, ROWS, max_steps=2).train(resume_from_checkpoint=folder.url)
-    assert str(caught.value.field).partition(": ")[0].endswith(name)
-    assert caught.value.remedy
+    assert str(caught.value.field).partition(": ")[0].endswith(name) and caught.value.remedy
 
 
 # -------------------------------------------------------------------------------------------------------------- blocks

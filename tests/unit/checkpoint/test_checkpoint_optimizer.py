@@ -262,8 +262,7 @@ def test_the_moments_of_low_precision_weights_keep_their_precision() -> None:
     wanted = optimizer.state[param]["exp_avg"].clone()
     restore_optimizer(optimizer, {"w": param}, through_json(snapshot_optimizer(optimizer, {"w": param})))
     assert optimizer.state[param]["exp_avg"].dtype == torch.float32
-    assert torch.equal(optimizer.state[param]["exp_avg"], wanted)
-    assert optimizer.state[param]["step"].shape == ()
+    assert torch.equal(optimizer.state[param]["exp_avg"], wanted) and optimizer.state[param]["step"].shape == ()
 
 
 def test_state_follows_the_name_not_the_position() -> None:
@@ -298,8 +297,7 @@ def test_how_to_compute_stays_as_it_is_set_now_and_a_first_state_is_empty() -> N
     now.step()
     restore_optimizer(now, {"w": param}, through_json(snapshot_optimizer(saved, {"w": param})))
     assert now.param_groups[0]["lr"] == 0.5
-    assert (now.param_groups[0]["fused"], now.param_groups[0]["foreach"]) == (None, True)
-    assert len(now.state) == 0
+    assert (now.param_groups[0]["fused"], now.param_groups[0]["foreach"]) == (None, True) and len(now.state) == 0
 
 
 def test_other_parameters_are_refused_by_name() -> None:
@@ -396,27 +394,20 @@ def test_values_come_back_exactly(value: Any) -> None:
     ids=["multi-step", "one-cycle", "cosine restarts", "lambda"],
 )
 def test_a_schedule_goes_on_after_json(make: Callable[[torch.optim.Optimizer], Any]) -> None:
-    def build() -> tuple[torch.optim.Optimizer, Any]:
-        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
-        return optimizer, make(optimizer)
+    optimizer, other = (torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1) for _ in range(2))
+    schedule, resumed = make(optimizer), make(other)
 
-    def rates(optimizer: torch.optim.Optimizer, schedule: Any, count: int) -> list[float]:
-        found = []
-        for _ in range(count):
-            optimizer.step()
-            schedule.step()
-            found.append(schedule.get_last_lr()[0])
-        return found
+    def advance(one: Any) -> Any:
+        one.optimizer.step()
+        one.step()
+        return one.get_last_lr()
 
-    optimizer, schedule = build()
-    rates(optimizer, schedule, 3)
+    for _ in range(3):
+        advance(schedule)
     saved = json.loads(json.dumps(to_json(schedule.state_dict(), "scheduler")))
-    lr = optimizer.param_groups[0]["lr"]
-
-    other, resumed = build()
-    other.param_groups[0]["lr"] = lr
+    other.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
     resumed.load_state_dict(from_json(saved))
-    assert rates(other, resumed, 6) == rates(optimizer, schedule, 6)
+    assert [advance(resumed) for _ in range(6)] == [advance(schedule) for _ in range(6)]
 
 
 @pytest.mark.parametrize(
@@ -432,9 +423,7 @@ def test_a_schedule_goes_on_after_json(make: Callable[[torch.optim.Optimizer], A
         ("param", (), {}, "meta"),
     ],
 )
-def test_state_goes_where_the_optimizer_needs_it_now(
-    placed: str, shape: tuple[int, ...], group: dict[str, Any], where: str
-) -> None:
+def test_state_goes_where_it_is_needed(placed: str, shape: tuple[int, ...], group: dict[str, Any], where: str) -> None:
     param = nn.Parameter(torch.empty(3, device="meta"))  # stands for any device that is not the CPU
     assert _target_device(placed, torch.ones(shape), param, group).type == where
 

@@ -49,8 +49,7 @@ def test_the_memory_is_one_copy_and_is_used_again() -> None:
     memory = HostCopy()
     memory.reserve(4096)
     memory.reserve(64)  # there is enough
-    assert memory.size == 4096
-    assert memory.copy_tensors({"a": torch.ones(8)})["a"].sum() == 8
+    assert memory.size == 4096 and memory.copy_tensors({"a": torch.ones(8)})["a"].sum() == 8
     first = memory.copy_tensors({"a": torch.ones(1000), "b": torch.ones(500)})
     size, where = memory.size, first["a"].data_ptr()
     assert size == bytes_to_copy([torch.ones(1000), torch.ones(500)]) < 6200
@@ -88,8 +87,7 @@ def test_the_rest_of_a_snapshot_is_kept_too_and_a_rank_keeps_what_it_writes() ->
     live.data["source"]["at"].append(2)
     live.trainer_state["log_history"].append({"loss": 2.0})
     live.scheduler["base_lrs"].append(0.2)
-    assert frozen.data == {"source": {"at": [1]}}
-    assert frozen.trainer_state == {"log_history": [{"loss": 1.0}]}
+    assert frozen.data == {"source": {"at": [1]}} and frozen.trainer_state == {"log_history": [{"loss": 1.0}]}
     assert frozen.scheduler == {"base_lrs": [0.1], "betas": (0.9, 0.99)}
 
 

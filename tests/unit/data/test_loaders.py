@@ -41,19 +41,19 @@ def foreign(loader: Any, world: int = 1, rank: int = 0) -> ForeignLoader:
 
 
 def train_loader(
-    dataset: Any, *, world: int = 1, rank: int = 0, micro: int = 2, batch: int = 4, workers: int = 0, **options: Any
+    dataset: Any,
+    *,
+    world: int = 1,
+    rank: int = 0,
+    micro: int = 2,
+    batch: int = 4,
+    workers: int = 0,
+    collate: Any = None,
 ) -> TrainLoader:
-    plan = BatchPlan.cut(
-        len(dataset), global_batch=batch, micro_batch=micro, data_parallel_size=world, rank=rank, drop_last=False
-    )
-    return TrainLoader(
-        dataset,
-        order=RandomOrder(len(dataset), seed=5),
-        plan=plan,
-        collate=options.pop("collate", default_data_collator),
-        seed=1,
-        options=LoaderOptions(num_workers=workers, **options),
-    )
+    given: dict[str, Any] = {"global_batch": batch, "micro_batch": micro, "data_parallel_size": world, "rank": rank}
+    plan, order = BatchPlan.cut(len(dataset), drop_last=False, **given), RandomOrder(len(dataset), seed=5)
+    given = {"collate": collate or default_data_collator, "options": LoaderOptions(num_workers=workers)}
+    return TrainLoader(dataset, order=order, plan=plan, seed=1, **given)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -164,8 +164,7 @@ def test_datasets_that_read_many_rows_at_once_are_asked_once_per_batch() -> None
 
 
 def test_pure_data_is_known_through_subsets_and_by_its_own_word() -> None:
-    assert is_pure(ROWS)
-    assert is_pure(Subset(TensorDataset(torch.zeros(3)), [0, 1]))
+    assert is_pure(ROWS) and is_pure(Subset(TensorDataset(torch.zeros(3)), [0, 1]))
     assert not is_pure(Augmented(ROWS))
     # A Subset reads one by one what its dataset reads one by one, and is seeded accordingly.
     sub = Subset(Augmented(ROWS), list(range(8)))
@@ -213,15 +212,8 @@ def test_evaluation_rows_are_shared_out_in_order_and_none_twice(count: int, batc
 
 # ------------------------------------------------------------------------------------------------------------ streams
 def eval_loader(dataset: Any, *, batch: int = 1, world: int = 1, rank: int = 0) -> EvalLoader:
-    return EvalLoader(
-        dataset,
-        batch_size=batch,
-        data_parallel_size=world,
-        rank=rank,
-        collate=default_data_collator,
-        seed=0,
-        options=LoaderOptions(),
-    )
+    given: dict[str, Any] = {"data_parallel_size": world, "rank": rank, "options": LoaderOptions()}
+    return EvalLoader(dataset, batch_size=batch, collate=default_data_collator, seed=0, **given)
 
 
 def test_batches_read_ahead_in_evaluation_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,17 +239,9 @@ def test_training_data_is_read_when_its_step_comes() -> None:
 def iterable(
     stream: Any, *, world: int = 1, rank: int = 0, workers: int = 0, drop_last: bool = False
 ) -> IterableLoader:
-    return IterableLoader(
-        stream,
-        global_batch=4,
-        micro_batch=2,
-        data_parallel_size=world,
-        rank=rank,
-        collate=default_data_collator,
-        seed=3,
-        drop_last=drop_last,
-        options=LoaderOptions(num_workers=workers),
-    )
+    given: dict[str, Any] = {"global_batch": 4, "micro_batch": 2, "data_parallel_size": world, "rank": rank}
+    given |= {"collate": default_data_collator, "drop_last": drop_last, "options": LoaderOptions(num_workers=workers)}
+    return IterableLoader(stream, seed=3, **given)
 
 
 def test_a_stream_is_shared_out_to_ranks_without_loss_and_ends_together() -> None:
@@ -274,17 +258,13 @@ def test_a_stream_tells_its_length_where_it_has_one_and_drops_a_last_batch_when_
         def __len__(self) -> int:
             return len(self.rows)
 
-    assert iterable(Sized(ROWS)).steps_per_epoch == 6
-    assert iterable(Sized(ROWS), drop_last=True).steps_per_epoch == 5
-    assert iterable(Stream(ROWS)).steps_per_epoch is None
-    assert len(read(iterable(Stream(ROWS), drop_last=True))) == 10
+    assert iterable(Sized(ROWS)).steps_per_epoch == 6 and iterable(Sized(ROWS), drop_last=True).steps_per_epoch == 5
+    assert iterable(Stream(ROWS)).steps_per_epoch is None and len(read(iterable(Stream(ROWS), drop_last=True))) == 10
     assert len(list(iterable(Stream(ROWS)))) == 12
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_stream_without_state_is_read_again_up_to_the_position_and_says_so(
-    workers: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_stream_without_state_is_read_again_and_says_so(workers: int, caplog: pytest.LogCaptureFixture) -> None:
     whole = read(iterable(Stream(ROWS), workers=workers), epoch=1)
     loader = iterable(Stream(ROWS), workers=workers)
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
@@ -352,8 +332,7 @@ def test_epochs_of_a_loader_with_a_generator_are_those_of_torch_also_after_a_res
     first, second = ([batch["x"].flatten().tolist() for batch in plain] for _ in range(2))
     loader, generator = own()
     source, given = foreign(loader), generator.get_state()
-    assert [x for x, _ in read(source)] == first
-    assert resumed(source.state()) == (second, drawn.get_state().tolist())
+    assert [x for x, _ in read(source)] == first and resumed(source.state()) == (second, drawn.get_state().tolist())
     micros = source.micros(1, 0)
     next(micros), next(micros)
     torch.rand(1, generator=generator)  # as an evaluation may do

@@ -173,8 +173,7 @@ def test_a_change_is_what_a_schedule_would_have_and_is_restored(workers: int) ->
     assert read(loader_of(order_of([50, 170], [1.0, 2.0], later=(later,))), 0, 0) == seen
     resumed = loader_of(order_of([50, 170], [1.0, 2.0]))
     resumed.load_state(changed.state(), epoch=0, step=12)
-    assert read(resumed, 0, 12) == seen[24:]
-    assert read(resumed, 1, 0) == read(changed, 1, 0)
+    assert read(resumed, 0, 12) == seen[24:] and read(resumed, 1, 0) == read(changed, 1, 0)
     with pytest.raises(ConfigError, match="position in the data"):
         loader_of(order_of([50, 170], [2.0, 2.0])).load_state(changed.state(), epoch=0, step=12)
 
@@ -235,8 +234,7 @@ def test_the_mixture_names_the_sources() -> None:
     spec = spec_with({"sources": mixture, "schedule": {20: {"web": 2}, 5: {"json": 0}}})
     assert [step for step, _ in spec.prepare.mixture.to_info()["schedule"]] == [5, 20]
     assert spec.prepare.sources == ["web/*.jsonl", "stdlib:json", "c.csv"]
-    assert spec.prepare.mixture.names == ("web", "json", "mine")
-    assert parse_spec(spec.to_record()) == spec
+    assert spec.prepare.mixture.names == ("web", "json", "mine") and parse_spec(spec.to_record()) == spec
     assert spec.evaluate_config().slices == ["source"]
     alike = mixed_alike(spec, [{"step": 9, "weights": {"web": 1.0, "json": 0.0, "mine": 1.0}}])
     assert alike.prepare.mixture is not None and sorted(alike.prepare.mixture.schedule) == [5, 9, 20]

@@ -26,6 +26,11 @@ from trainer_lib.data.loading.order import (
 from trainer_lib.errors import DataError
 
 
+def cut(num_samples: int, batch: int, micro: int, world: int, rank: int = 0, *, drop_last: bool = False) -> BatchPlan:
+    given: dict[str, Any] = {"data_parallel_size": world, "rank": rank, "drop_last": drop_last}
+    return BatchPlan.cut(num_samples, global_batch=batch, micro_batch=micro, **given)
+
+
 @pytest.mark.parametrize("count", [1, 2, 3, 10, 1000, 65_536, 65_537, 100_003])
 def test_every_epoch_is_a_permutation(count: int) -> None:
     order = RandomOrder(count, seed=7)
@@ -46,12 +51,9 @@ def test_a_slice_does_not_depend_on_what_was_asked_before(count: int) -> None:
 
 def test_the_order_never_changes_with_a_library_version() -> None:
     """Written down once: a run that resumes under a newer NumPy or torch must see the same samples."""
-    assert RandomOrder(10, seed=42).indices(0, 0, 10).tolist() == SMALL
-    assert RandomOrder(10_000_000, seed=42).indices(1, 9_000_000, 9_000_006).tolist() == LARGE
-
-
-SMALL = [0, 7, 1, 5, 9, 4, 2, 3, 8, 6]
-LARGE = [7192993, 5131132, 9945858, 4472010, 5416069, 8343685]
+    assert RandomOrder(10, seed=42).indices(0, 0, 10).tolist() == [0, 7, 1, 5, 9, 4, 2, 3, 8, 6]
+    large = RandomOrder(10_000_000, seed=42).indices(1, 9_000_000, 9_000_006).tolist()
+    assert large == [7192993, 5131132, 9945858, 4472010, 5416069, 8343685]
 
 
 def test_large_orders_look_random() -> None:
@@ -62,8 +64,7 @@ def test_large_orders_look_random() -> None:
 
 def test_the_first_place_goes_to_every_sample_equally_often() -> None:
     firsts = Counter(int(RandomOrder(8, seed=seed).indices(0, 0, 1)[0]) for seed in range(4000))
-    assert set(firsts) == set(range(8))
-    assert max(firsts.values()) / min(firsts.values()) < 1.35
+    assert set(firsts) == set(range(8)) and max(firsts.values()) / min(firsts.values()) < 1.35
 
 
 @given(
@@ -72,17 +73,7 @@ def test_the_first_place_goes_to_every_sample_equally_often() -> None:
 def test_every_step_has_the_same_samples_for_any_world_and_micro_batch(
     num_samples: int, global_batch: int, micro: int, world: int
 ) -> None:
-    plans = [
-        BatchPlan.cut(
-            num_samples,
-            global_batch=global_batch,
-            micro_batch=micro,
-            data_parallel_size=world,
-            rank=rank,
-            drop_last=False,
-        )
-        for rank in range(world)
-    ]
+    plans = [cut(num_samples, global_batch, micro, world, rank) for rank in range(world)]
     assert {plan.steps_per_epoch for plan in plans} == {-(-num_samples // global_batch)}
     for step in range(plans[0].steps_per_epoch):
         assert len({plan.micro_steps(step) for plan in plans}) == 1
@@ -94,20 +85,19 @@ def test_every_step_has_the_same_samples_for_any_world_and_micro_batch(
 
 def test_a_last_batch_that_is_dropped_is_a_global_one() -> None:
     for world, micro in ((1, 4), (2, 2), (4, 1)):
-        plan = BatchPlan.cut(10, global_batch=4, micro_batch=micro, data_parallel_size=world, rank=0, drop_last=True)
+        plan = cut(10, 4, micro, world, drop_last=True)
         assert (plan.num_samples, plan.steps_per_epoch) == (8, 2)
     with pytest.raises(DataError, match="dataloader_drop_last=False"):
-        BatchPlan.cut(3, global_batch=4, micro_batch=4, data_parallel_size=1, rank=0, drop_last=True)
+        cut(3, 4, 4, 1, drop_last=True)
     with pytest.raises(DataError, match="no samples"):
-        BatchPlan.cut(0, global_batch=4, micro_batch=4, data_parallel_size=1, rank=0, drop_last=False)
+        cut(0, 4, 4, 1)
 
 
 def test_grouping_by_length_sorts_stretches_and_keeps_every_sample() -> None:
     lengths = [random.Random(5).randrange(1, 500) for _ in range(1)] + [(7 * i) % 301 + 1 for i in range(999)]
     order = LengthGroupedOrder(lengths, seed=1, stretch=100)
     epoch = order.indices(2, 0, 1000)
-    assert sorted(epoch.tolist()) == list(range(1000))
-    assert np.array_equal(order.indices(2, 250, 260), epoch[250:260])
+    assert sorted(epoch.tolist()) == list(range(1000)) and np.array_equal(order.indices(2, 250, 260), epoch[250:260])
     for start in range(0, 1000, 100):
         found = [lengths[index] for index in epoch[start : start + 100]]
         assert found == sorted(found, reverse=True)
@@ -118,9 +108,8 @@ def test_a_sampler_of_ones_own_gives_the_same_order_again_and_leaves_the_generat
     data = list(range(20))
     before = torch.get_rng_state()
     first = SamplerOrder(torch.utils.data.RandomSampler(data), seed=3)
-    assert np.array_equal(
-        first.indices(1, 0, 20), SamplerOrder(torch.utils.data.RandomSampler(data), 3).indices(1, 0, 20)
-    )
+    again = SamplerOrder(torch.utils.data.RandomSampler(data), 3)
+    assert np.array_equal(first.indices(1, 0, 20), again.indices(1, 0, 20))
     assert not np.array_equal(first.indices(0, 0, 20), first.indices(1, 0, 20))
     assert torch.equal(before, torch.get_rng_state())
 
@@ -128,8 +117,7 @@ def test_a_sampler_of_ones_own_gives_the_same_order_again_and_leaves_the_generat
 def test_an_order_as_a_sampler() -> None:
     sampler = OrderSampler(RandomOrder(10, seed=1))
     sampler.set_epoch(4)
-    assert list(sampler) == RandomOrder(10, seed=1).indices(4, 0, 10).tolist()
-    assert len(sampler) == 10
+    assert list(sampler) == RandomOrder(10, seed=1).indices(4, 0, 10).tolist() and len(sampler) == 10
     assert list(OrderSampler(SequentialOrder(3))) == [0, 1, 2]
 
 
@@ -170,8 +158,7 @@ def test_a_draw_is_noticed_and_put_back(name: str, half: bool) -> None:
     with keep_generators():
         expected = _draw_each()
     watched = watch_generators()
-    assert watched is not None
-    assert not watched.has_moved()
+    assert watched is not None and not watched.has_moved()
     DRAWS[name]()
     assert watched.has_moved()
     watched.restore()

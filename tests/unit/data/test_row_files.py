@@ -102,8 +102,7 @@ def test_every_format_gives_the_same_rows_and_can_skip(
     write(tmp_path / name)
     reader = _reader(tmp_path / name)
     assert [row.values for row in _rows(reader, 3)] == [{k: v for k, v in row.items() if k != "id"} for row in ROWS[:3]]
-    assert _take(reader) == ROWS[3:]
-    assert (reader.position, reader.share, reader.id_column) == (2500, 1.0, "id")
+    assert _take(reader) == ROWS[3:] and (reader.position, reader.share, reader.id_column) == (2500, 1.0, "id")
     again = _reader(tmp_path / name)
     again.skip(1300)
     assert _take(again) == ROWS[1300:]
@@ -131,9 +130,7 @@ def test_ids_come_from_the_column_that_is_named(tmp_path: Path) -> None:
         _rows(_reader(tmp_path / "b.jsonl"), 1)
 
 
-def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refused_with_its_place(
-    tmp_path: Path,
-) -> None:
+def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refused(tmp_path: Path) -> None:
     column = {"scan": Column("array", "float32", (2, 2))}
     rows = []
     for name, text in (("a.csv", 'scan\n"[1, 2, 3, 4]"\n'), ("a.jsonl", '{"scan": [[1, 2], [3]]}\n')):
@@ -164,7 +161,7 @@ def test_a_flat_list_is_an_array_of_the_columns_shape_and_a_ragged_one_is_refuse
         ("a.arrow", b"", "cannot be read"),
     ],
 )
-def test_a_bad_row_or_file_is_named(
+def test_bad_rows_are_named(
     name: str, content: bytes, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainer_lib.data.rows.reading.MAX_LINE_BYTES", 1 << 17)
@@ -210,8 +207,7 @@ def test_what_python_calls_json_is_read_whatever_reads_it(tmp_path: Path) -> Non
 def test_the_id_of_a_row_whose_text_is_bad_is_known(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("id,n\na,1\nb,many\n")
     good, bad = _reader(tmp_path / "a.csv").take_all(9)
-    assert (good.id, bad.id) == ("a", "b")
-    assert bad.place.endswith("a.csv, row 1 (line 3)")
+    assert (good.id, bad.id) == ("a", "b") and bad.place.endswith("a.csv, row 1 (line 3)")
 
 
 VALUES: dict[str, Callable[[random.Random], Any]] = {
@@ -297,8 +293,7 @@ def test_an_array_is_written_as_the_list_of_its_rows(dtype: str, shape: tuple[in
         rows = pa.array(range(len(array)))
         table = build_table(rows, {"v": array}, rows=len(array), of="")
         expected = build_table(rows, {"v": list(array)}, rows=len(array), of="")
-        assert table.schema == expected.schema
-        assert to_parquet(table) == to_parquet(expected)
+        assert table.schema == expected.schema and to_parquet(table) == to_parquet(expected)
 
 
 def test_lists_of_unequal_lengths_are_a_column() -> None:

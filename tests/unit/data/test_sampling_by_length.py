@@ -138,8 +138,7 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_seed_and_epoch(tmp_path
         sampler.set_epoch(epoch)
         return list(sampler)
 
-    assert sorted(order(0)) == list(range(30))
-    assert order(0) == order(0) != order(1)
+    assert sorted(order(0)) == list(range(30)) and order(0) == order(0) != order(1)
     assert order(0, data_seed=5) == order(0, data_seed=5, seed=9) != order(0)
 
 
@@ -151,8 +150,7 @@ def test_sortish_sampling_pads_less_and_shuffles_batches(tmp_path: Path) -> None
         return [batch["input_ids"].shape[1] for batch in loader]
 
     sortish, random = widths(sortish_sampler=True), widths()
-    assert sum(sortish) < 0.7 * sum(random)
-    assert sorted(sortish, reverse=True) != sortish
+    assert sum(sortish) < 0.7 * sum(random) and sorted(sortish, reverse=True) != sortish
     assert sortish[0] == max(sortish)
     one = seq2seq_trainer(tmp_path, Copier(), train_dataset=rows, sortish_sampler=True, max_steps=2)
     assert one.train().global_step == 2
@@ -188,16 +186,8 @@ def test_a_sample_is_masked_alike_in_every_micro_batch_and_anew_every_epoch(tmp_
 
     def masks(micro: int, epoch: int = 0, seed: int = 1) -> dict[int, list[bool]]:
         collate = DataCollatorForLanguageModeling(Masking(), mlm_probability=0.5, random_replace_prob=0.2)
-        one = _trainer(
-            tmp_path,
-            rows,
-            data_collator=collate,
-            global_batch_size=4,
-            per_device_train_batch_size=micro,
-            dataloader_num_workers=workers,
-            seed=seed,
-            data_seed=1,
-        )
+        given = {"global_batch_size": 4, "per_device_train_batch_size": micro, "dataloader_num_workers": workers}
+        one = _trainer(tmp_path, rows, data_collator=collate, seed=seed, data_seed=1, **given)
         loader = one.get_train_dataloader()
         loader.set_epoch(epoch)
         found = {}
@@ -209,10 +199,8 @@ def test_a_sample_is_masked_alike_in_every_micro_batch_and_anew_every_epoch(tmp_
         return found
 
     alone, pairs, fours = masks(1), masks(2), masks(4)
-    assert alone == pairs == fours
-    assert len(alone) >= 6
-    assert masks(4, epoch=1) != fours
-    assert masks(4, seed=2) != fours
+    assert alone == pairs == fours and len(alone) >= 6
+    assert masks(4, epoch=1) != fours and masks(4, seed=2) != fours
 
 
 def test_results_of_sorted_rows_come_back_in_order() -> None:

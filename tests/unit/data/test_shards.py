@@ -66,8 +66,7 @@ def test_rows_come_back_as_they_were_also_after_pickling(tmp_path: Path) -> None
         assert list(row) == list(ROWS[0]) == split.column_names
         for name, value in ROWS[index].items():
             assert equal(row[name], value.item() if isinstance(value, np.generic) else value), name
-    assert split[3]["image"].dtype == np.uint8
-    assert split[3]["half"].dtype == np.float16
+    assert split[3]["image"].dtype == np.uint8 and split[3]["half"].dtype == np.float16
     for index in (23, -24):
         with pytest.raises(IndexError):
             split[index]
@@ -86,8 +85,7 @@ def test_row_ids_count_unless_given(tmp_path: Path) -> None:
     counted = ArrowSplit(write(tmp_path / "a", [{"x": 1}] * 5, shard_rows=2), "train")
     assert counted.row_ids(1, 5).tolist() == [1, 2, 3, 4]
     given_ids = ArrowSplit(write(tmp_path / "b", [{"x": 1, "row_id": 10 * row} for row in range(5)]), "train")
-    assert given_ids.row_ids(3, 5).tolist() == [30, 40]
-    assert given_ids.column_names == ["x"]
+    assert given_ids.row_ids(3, 5).tolist() == [30, 40] and given_ids.column_names == ["x"]
     texts = ArrowSplit(write(tmp_path / "c", [{"x": 1, "row_id": text} for text in ("007", "7")]), "train")
     assert texts.row_ids(0, 2).tolist() == ["007", "7"]
     with pytest.raises(DataError, match="row ids must be integers or texts"):
@@ -100,8 +98,7 @@ def test_lists_of_texts_come_back_and_new_rows_have_them_too(tmp_path: Path) -> 
     split = ArrowSplit(data, "train")
     assert [split[row] for row in range(7)] == rows
     columns = data["splits"]["train"]["columns"]
-    assert columns["words"] == "string[*]"
-    assert GivenRows([{"words": ("a", "b")}], columns)[0] == {"words": ["a", "b"]}
+    assert columns["words"] == "string[*]" and GivenRows([{"words": ("a", "b")}], columns)[0] == {"words": ["a", "b"]}
     assert parse_text("row 0", "words", '["a", "b"]', Column.parse("string[*]")) == ["a", "b"]
     for bad in ("a", [1], None):
         with pytest.raises(DataError, match="a list of texts is needed"):
@@ -191,8 +188,7 @@ def test_a_repeated_run_writes_only_what_is_not_finished(tmp_path: Path) -> None
     before = [shard.stat().st_mtime_ns for shard in shards]
     shards[1].write_bytes(shards[1].read_bytes()[:-1])  # damaged meanwhile: written again
     again = write(tmp_path, Rows(), shard_rows=10)
-    assert shards[0].stat().st_mtime_ns == before[0]
-    assert shards[1].stat().st_mtime_ns != before[1]
+    assert shards[0].stat().st_mtime_ns == before[0] and shards[1].stat().st_mtime_ns != before[1]
     split = ArrowSplit(again, "train")
     assert [split[row]["x"] for row in range(25)] == list(range(25))
     assert again == write(tmp_path, Rows(), shard_rows=10)
@@ -267,8 +263,6 @@ def test_any_rows_come_back(tmp_path_factory: pytest.TempPathFactory, rows: list
 
 
 # ------------------------------------------------------------------------------------------------- predictions
-
-
 def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
     parts = split_parts(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
     assert [parts.row_range(part) for part in range(parts.total)] == [(0, 10), (10, 20), (20, 25)]
@@ -284,8 +278,7 @@ def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
     assert [part.files for part in parts.collect()] == [(entry,)]
     table = pq.read_table(tmp_path / entry.path).to_pydict()
     assert (table["row_id"], table["prediction"], table["label"]) == ([7, 8, 9], [1, 2, 3], ["a", "b", "c"])
-    assert table["scores"] == [[1.0, 1.0]] * 3
-    assert np.shape(table["boxes"]) == (3, 2, 4)
+    assert table["scores"] == [[1.0, 1.0]] * 3 and np.shape(table["boxes"]) == (3, 2, 4)
 
 
 def test_a_damaged_or_differently_cut_part_counts_as_unfinished(tmp_path: Path) -> None:
@@ -324,35 +317,33 @@ def _splits(counts: dict[str, dict[str, int]], column: str = "label") -> dict[st
     return {name: {column: {"rows": sum(each.values()), "counts": each}} for name, each in counts.items()}
 
 
+EVEN = {"0": 500, "1": 500}
+OTHER_SHARES = (
+    "Labels are distributed differently in split '{}': 'label' is 1 in {} % of its rows, and in {} % of those of '{}'."
+)
+NO_ROW = "Split '{}' has no row whose 'label' is 2, and {}."
+
+
 @pytest.mark.parametrize(
     ("counts", "texts"),
     [
-        ({"train": {"0": 500, "1": 500}, "test": {"0": 52, "1": 48}}, []),
-        ({"train": {"0": 500, "1": 500}, "test": {"0": 6, "1": 1}}, []),  # seven rows show little
-        ({"train": {"0": 500, "1": 500}}, []),
+        ({"train": EVEN, "test": {"0": 52, "1": 48}}, []),
+        ({"train": EVEN, "test": {"0": 6, "1": 1}}, []),  # seven rows show little
+        ({"train": EVEN}, []),
         ({"a": {"0": 60, "1": 40}, "b": {"0": 600, "1": 400}}, []),
-        (
-            {"a": {"0": 5, "1": 95}, "b": {"0": 600, "1": 400}},
-            [
-                "Labels are distributed differently in split 'a': 'label' is 1 in 95 % of its rows, and in 40 % of "
-                "those of 'b'."
-            ],
-        ),
+        ({"a": {"0": 5, "1": 95}, "b": {"0": 600, "1": 400}}, [OTHER_SHARES.format("a", 95, 40, "b")]),
         ({"train": {"0": 990, "1": 10}, "test": {"0": 20}}, []),  # a fifth of a row was to be expected
         (
             {"train": {"0": 500, "1": 300, "2": 200}, "test": {"0": 60, "1": 40}},
-            ["Split 'test' has no row whose 'label' is 2, and 20 % of the rows of 'train' have."],
+            [NO_ROW.format("test", "20 % of the rows of 'train' have")],
         ),
         (
             {"train": {"0": 50, "1": 50}, "test": {"0": 9, "1": 9, "2": 1}},
-            ["Split 'train' has no row whose 'label' is 2, and another split has."],
+            [NO_ROW.format("train", "another split has")],
         ),
         (
-            {"train": {"0": 500, "1": 500}, "validation": {"0": 51, "1": 49}, "test": {"0": 10, "1": 90}},
-            [
-                "Labels are distributed differently in split 'test': 'label' is 1 in 90 % of its rows, and in 50 % of "
-                "those of 'train'."
-            ],
+            {"train": EVEN, "validation": {"0": 51, "1": 49}, "test": {"0": 10, "1": 90}},
+            [OTHER_SHARES.format("test", 90, 50, "train")],
         ),
     ],
 )
@@ -389,5 +380,4 @@ def test_rows_that_are_longer_than_the_recipe_says() -> None:
 def test_there_are_some_warnings_at_most() -> None:
     counts = {f"s{number}": {str(number): 1000} for number in range(100)}
     texts = describe_unusual(_splits(counts), {}, {})
-    assert len(texts) == MOST + 1
-    assert texts[-1] == f"{100 - MOST} more warnings of this kind are left out."
+    assert len(texts) == MOST + 1 and texts[-1] == f"{100 - MOST} more warnings of this kind are left out."

@@ -23,7 +23,7 @@ def test_another_backend_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert not is_keras_model(torch.nn.Linear(1, 1))
 
 
-def test_a_backend_of_the_environment_is_kept_and_refused_and_without_keras_the_extra_is_named(
+def test_a_backend_of_the_environment_is_refused_and_the_extra_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "keras", None)  # as if the import of its backend failed

@@ -181,8 +181,6 @@ def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: P
 
 
 # ------------------------------------------------------------------------------------------------------------- the data
-
-
 class Once:
     def __init__(self, rows: list[Any]) -> None:
         self.rows = rows
@@ -215,8 +213,7 @@ def test_any_iterable_trains_evaluates_and_predicts(kind: Any, tmp_path: Path) -
     steps = {} if kind is not Once else {"max_steps": 6}
     one = trained(tmp_path / "one", kind(pairs(12)), eval_dataset=kind(pairs(6, seed=2)), **PLAIN, **steps)
     other = trained(tmp_path / "other", pairs(12), eval_dataset=pairs(6, seed=2), **PLAIN)
-    assert losses(one) == losses(other)
-    assert one.evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
+    assert losses(one) == losses(other) and one.evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
     np.testing.assert_array_equal(one.predict(kind(pairs(5))).predictions, other.predict(pairs(5)).predictions)
     unbuilt = keras().Sequential([keras().layers.Dense(3)])
     trainer(tmp_path / "unbuilt", kind(pairs(4)), model=unbuilt, max_steps=1)

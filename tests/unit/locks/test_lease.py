@@ -9,6 +9,7 @@ import threading
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -69,9 +70,7 @@ def test_an_unreadable_record_is_waited_out(record: bytes | dict[str, object], e
         assert lease.epoch == int(epoch) + 1
 
 
-def test_one_who_looked_too_long_ago_does_not_take_an_old_epoch(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_who_looked_too_long_ago_takes_no_old_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trainer_lib.locks import lease as module
 
     store = Store.open(tmp_path / "s")
@@ -82,9 +81,7 @@ def test_one_who_looked_too_long_ago_does_not_take_an_old_epoch(
 
 
 @pytest.mark.parametrize("kind", ["error", "after", "full"])
-def test_a_store_that_fails_while_taking_does_not_block_the_next_try(
-    kind: str, faulty_url: str, faults: Faults
-) -> None:
+def test_a_store_that_fails_while_taking_blocks_no_next_try(kind: str, faulty_url: str, faults: Faults) -> None:
     store = Store.open(faulty_url)
     faults.plan(None)
     with acquire_lease(store):  # type: ignore[union-attr]
@@ -115,9 +112,7 @@ def test_when_the_store_cannot_be_asked_nothing_may_be_committed(faulty_url: str
 @pytest.mark.parametrize(
     ("answer", "is_gone"), [(PermissionError(), False), (ProcessLookupError(), True), (None, False)]
 )
-def test_a_process_that_the_system_hides_is_not_taken_for_dead(
-    monkeypatch: pytest.MonkeyPatch, answer: OSError | None, is_gone: bool
-) -> None:
+def test_a_hidden_process_is_alive(monkeypatch: pytest.MonkeyPatch, answer: OSError | None, is_gone: bool) -> None:
     """With hidepid, /proc shows no process of another user; a kill is refused where there is one."""
 
     def kill(pid: int, number: int) -> None:
@@ -128,8 +123,7 @@ def test_a_process_that_the_system_hides_is_not_taken_for_dead(
     holder = replace(Holder.this_process(), pid=4321)
     monkeypatch.setattr("trainer_lib.guard._read_stat", lambda pid: None)
     monkeypatch.setattr("trainer_lib.guard.os.kill", kill)
-    assert holder.is_gone() is is_gone
-    assert not holder.is_alive()
+    assert holder.is_gone() is is_gone and not holder.is_alive()
 
 
 def test_a_process_that_has_ended_and_was_not_waited_for_is_gone() -> None:
@@ -159,11 +153,9 @@ def test_an_exclusive_lock_excludes_every_other_until_its_file_is_closed(tmp_pat
         assert try_lock(first.fileno())
         assert is_locked(path)
         with path.open("ab") as second:
-            assert not try_lock(second.fileno())
-            assert not try_lock(second.fileno(), shared=True)
+            assert not try_lock(second.fileno()) and not try_lock(second.fileno(), shared=True)
             assert try_lock(first.fileno(), shared=True), "its own lock becomes the other kind"
-            assert try_lock(second.fileno(), shared=True)
-            assert not try_lock(first.fileno())
+            assert try_lock(second.fileno(), shared=True) and not try_lock(first.fileno())
             assert not is_locked(path), "others may still share it"
     with path.open("ab") as third:
         assert try_lock(third.fileno())
@@ -196,8 +188,7 @@ def test_workers_share_the_parts_and_each_is_done_once(tmp_path: Path) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(finished.by) == list(range(40))
-    assert all(len(names) == 1 for names in finished.by.values())
+    assert sorted(finished.by) == list(range(40)) and all(len(names) == 1 for names in finished.by.values())
     assert len({name for names in finished.by.values() for name in names}) > 1
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]  # no claim, no sign of life
 
@@ -214,6 +205,16 @@ def test_the_end_may_be_found_while_others_hold_parts_beyond_it(tmp_path: Path) 
     assert seen == [0, 1, 2, 3]
 
 
+def _work_through(folder: Path, finished: _Finished, **how: Any) -> list[int]:
+    """The parts that one worker got, in order; each is finished by it."""
+    seen = []
+    with SharedParts(Store.open(folder), finished, **how) as shared:
+        for part in shared:
+            seen.append(part)
+            finished.by[part] = ["us"]
+    return seen
+
+
 def _claim(folder: Path, part: int, holder: Holder) -> None:
     path = folder / "claims" / f"{part // BLOCK:06d}" / f"{part:08d}" / WRITING
     path.parent.mkdir(parents=True)
@@ -225,12 +226,7 @@ def test_the_part_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> Non
     _claim(tmp_path, 1, replace(here, id="dead", started="1"))  # another process had this pid
     _claim(tmp_path, 2, replace(here, id="../up", started=""))  # no process has such an id
     (tmp_path / "claims" / "000000" / "²").mkdir()  # a digit, and no number
-    finished, seen = _Finished(), []
-    with SharedParts(Store.open(tmp_path), finished, total=3) as shared:
-        for part in shared:
-            seen.append(part)
-            finished.by[part] = ["us"]
-    assert seen == [0, 1, 2]
+    assert _work_through(tmp_path, _Finished(), total=3) == [0, 1, 2]
 
 
 def test_the_part_of_a_silent_machine_is_taken_over_once_its_beat_stood_still(tmp_path: Path) -> None:
@@ -278,11 +274,7 @@ def test_parts_of_several_blocks_are_listed_a_block_at_a_time(tmp_path: Path) ->
     finished.list_finished = lambda block: looked.append(block) or list_block(block)  # type: ignore[method-assign, func-returns-value]
     away = replace(Holder.this_process(ttl_s=0.1), id="away", machine="another/machine/1")
     _claim(tmp_path, BLOCK, away)
-    seen = []
-    with SharedParts(Store.open(tmp_path), finished, total=2 * BLOCK + 3, poll_s=0.02) as shared:
-        for part in shared:
-            seen.append(part)
-            finished.by[part] = ["us"]
+    seen = _work_through(tmp_path, finished, total=2 * BLOCK + 3, poll_s=0.02)
     assert seen == [5, 2 * BLOCK + 2, BLOCK]  # another machine's part once its worker is silent
     assert looked[:4] == [0, 1, 1, 2]  # again where a claim was met
     assert set(looked[4:]) == {1}  # and then only where others are at work

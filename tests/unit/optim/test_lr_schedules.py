@@ -17,6 +17,7 @@ from trainer_lib.optim import create_scheduler, get_scheduler
 from trainer_lib.optim.lr_schedules import GreedyLR
 
 LR, WARMUP, TOTAL = 1e-3, 10, 110
+WSD = "warmup_stable_decay"
 
 
 def _optimizer(lr: float = LR, groups: int = 1) -> torch.optim.Optimizer:
@@ -56,16 +57,12 @@ def _cosine(share: float) -> float:
         ("cosine_with_min_lr", {"min_lr_rate": 0.2}, {60: 0.6, 110: 0.2}),
         ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1}, {0: 0.1, 4: 0.5, 9: 1.0, 59: 0.55, 109: 0.1}),
         ("cosine_warmup_with_min_lr", {"min_lr_rate": 0.1, "warmup_lr_rate": 0.4}, {0: 0.4, 9: 1.0, 109: 0.1}),
-        ("warmup_stable_decay", {"num_decay_steps": 50}, {10: 1.0, 59: 1.0, 85: 0.5, 110: 0.0}),
-        (
-            "warmup_stable_decay",
-            {"num_decay_steps": 50, "decay_type": "linear", "min_lr_ratio": 0.1},
-            {85: 0.55, 112: 0.1},
-        ),
-        ("warmup_stable_decay", {"num_decay_steps": 50, "decay_type": "1-sqrt"}, {60: 1.0, 85: 1 - math.sqrt(0.5)}),
-        ("warmup_stable_decay", {"num_decay_steps": 50, "warmup_type": "cosine"}, {0: 0.0, 5: 0.5, 10: 1.0}),
-        ("warmup_stable_decay", {"num_decay_steps": 50, "warmup_type": "1-sqrt"}, {0: 0.0, 5: 1 - math.sqrt(0.5)}),
-        ("warmup_stable_decay", {"num_decay_steps": 10, "num_stable_steps": 20}, {29: 1.0, 35: 0.5, 41: 0.0}),
+        (WSD, {"num_decay_steps": 50}, {10: 1.0, 59: 1.0, 85: 0.5, 110: 0.0}),
+        (WSD, {"num_decay_steps": 50, "decay_type": "linear", "min_lr_ratio": 0.1}, {85: 0.55, 112: 0.1}),
+        (WSD, {"num_decay_steps": 50, "decay_type": "1-sqrt"}, {60: 1.0, 85: 1 - math.sqrt(0.5)}),
+        (WSD, {"num_decay_steps": 50, "warmup_type": "cosine"}, {0: 0.0, 5: 0.5, 10: 1.0}),
+        (WSD, {"num_decay_steps": 50, "warmup_type": "1-sqrt"}, {0: 0.0, 5: 1 - math.sqrt(0.5)}),
+        (WSD, {"num_decay_steps": 10, "num_stable_steps": 20}, {29: 1.0, 35: 0.5, 41: 0.0}),
     ],
 )
 def test_rates_follow_the_formula(name: str, settings: dict[str, Any], expected: dict[int, float]) -> None:
@@ -85,7 +82,7 @@ def test_every_schedule_can_be_had_by_name() -> None:
     needed: dict[str, dict[str, Any]] = {
         "cosine_with_min_lr": {"min_lr": 0.0},
         "cosine_warmup_with_min_lr": {"min_lr": 0.0},
-        "warmup_stable_decay": {"num_decay_steps": 1},
+        WSD: {"num_decay_steps": 1},
     }
     for kind in SchedulerType:
         get_scheduler(kind, _optimizer(), 1, 10, **needed.get(kind.value, {}))
@@ -108,13 +105,8 @@ def test_every_schedule_can_be_had_by_name() -> None:
         ("cosine_with_min_lr", {}, "lr_scheduler_kwargs.min_lr", "one of them"),
         ("cosine_with_min_lr", {"min_lr": 0.1, "min_lr_rate": 0.1}, "lr_scheduler_kwargs.min_lr", "one of them"),
         ("polynomial", {"lr_end": 1.0}, "lr_scheduler_kwargs.lr_end", "Lower it"),
-        ("warmup_stable_decay", {}, "lr_scheduler_kwargs.num_decay_steps", "lr_scheduler_kwargs"),
-        (
-            "warmup_stable_decay",
-            {"num_decay_steps": 1, "decay_type": "cubic"},
-            "lr_scheduler_kwargs.decay_type",
-            "cosine",
-        ),
+        (WSD, {}, "lr_scheduler_kwargs.num_decay_steps", "lr_scheduler_kwargs"),
+        (WSD, {"num_decay_steps": 1, "decay_type": "cubic"}, "lr_scheduler_kwargs.decay_type", "cosine"),
         ("reduce_lr_on_plateau", {"patienc": 1}, "lr_scheduler_kwargs.patienc", '"patience"'),
         ("greedy", {"factor": 1.5}, "lr_scheduler_kwargs.factor", "between 0 and 1"),
         ("greedy", {"mode": "up"}, "lr_scheduler_kwargs.mode", "max"),
@@ -134,7 +126,7 @@ def test_missing_lengths_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_warmup_steps"):
         get_scheduler("constant_with_warmup", _optimizer())
     with pytest.raises(ConfigError, match="num_stable_steps"):
-        get_scheduler("warmup_stable_decay", _optimizer(), 1, num_decay_steps=5)
+        get_scheduler(WSD, _optimizer(), 1, num_decay_steps=5)
 
 
 def test_the_arguments_choose_the_schedule() -> None:
@@ -143,14 +135,12 @@ def test_the_arguments_choose_the_schedule() -> None:
     create_scheduler(args, optimizer, 100)
     assert optimizer.param_groups[0]["lr"] == 0.0
     given: dict[str, Any] = {"eval_strategy": "steps", "metric_for_best_model": "accuracy"}
-    plateau: Any = create_scheduler(
-        TrainingArguments("out", lr_scheduler_type="reduce_lr_on_plateau", **given), optimizer, 9
-    )
-    assert plateau.mode == "max"  # accuracy: more is better
-    greedy: Any = create_scheduler(
-        TrainingArguments("out", lr_scheduler_type="greedy", lr_scheduler_kwargs={"mode": "min"}, **given), optimizer, 9
-    )
-    assert greedy.mode == "min"
+    # Of accuracy more is better, unless something else is said.
+    cases: list[tuple[str, Any, str]] = [("reduce_lr_on_plateau", {}, "max"), ("greedy", {"mode": "min"}, "min")]
+    for name, more, mode in cases:
+        args = TrainingArguments("out", lr_scheduler_type=name, lr_scheduler_kwargs=more, **given)
+        following: Any = create_scheduler(args, optimizer, 9)
+        assert following.mode == mode
 
 
 # ------------------------------------------------------------------------------------------- greedy

@@ -88,9 +88,7 @@ def test_adafactor_is_the_one_of_transformers_with_the_arguments_of_its_trainer(
         create_optimizer_cls_and_kwargs(_args(**given, optim_args="clip_treshold=0.5"))
 
 
-def test_without_transformers_adafactor_is_that_of_torch_and_says_so(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_adafactor_may_be_torchs(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(sys.modules, "transformers.optimization", None)
     assert create_optimizer_cls_and_kwargs(_args(optim="adafactor"))[0] is torch.optim.Adafactor
     assert "torch's Adafactor trains, which is another algorithm" in caplog.text
@@ -269,8 +267,7 @@ def test_lion_follows_its_formula() -> None:
         optimizer.step()
         expected = expected * (1 - 0.1 * 0.5) - 0.1 * torch.sign(0.9 * momentum + 0.1 * gradient)
         momentum = 0.99 * momentum + 0.01 * gradient
-    assert torch.allclose(parameter, expected)
-    assert torch.allclose(optimizer.state[parameter]["exp_avg"], momentum)
+    assert torch.allclose(parameter, expected) and torch.allclose(optimizer.state[parameter]["exp_avg"], momentum)
 
 
 def test_muon_takes_the_hidden_matrices_and_adamw_the_rest() -> None:

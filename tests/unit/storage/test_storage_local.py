@@ -56,8 +56,7 @@ def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypa
 
     synced.clear()
     assert store.create("COMMIT.json", b"1")
-    assert synced[-1] == str(root)
-    assert any("COMMIT.json" in path for path in synced[:-1])
+    assert synced[-1] == str(root) and any("COMMIT.json" in path for path in synced[:-1])
 
 
 def test_a_reader_of_a_replaced_file_meets_a_whole_one(tmp_path: Path) -> None:
@@ -75,8 +74,7 @@ def test_a_reader_of_a_replaced_file_meets_a_whole_one(tmp_path: Path) -> None:
     seen = set()
     while not done.is_set():
         content = store.read_bytes("folder/record")
-        assert len(content) == 50_000
-        assert len(set(content)) == 1
+        assert len(content) == 50_000 and len(set(content)) == 1
         seen.add(content[:1])
     writer.join()
     assert seen
@@ -98,15 +96,12 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_is(tmp_path: Path, monkeypat
     assert store.children() == ["record"], "no draft stays"
 
 
-def test_a_full_disk_and_a_folder_that_cannot_be_made_are_named_and_errors_of_the_block_are_not_blamed(
-    tmp_path: Path,
-) -> None:
+def test_a_full_disk_and_a_folder_that_cannot_be_made_are_named_and_not_errors_of_the_block(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     (tmp_path / "full.bin").symlink_to("/dev/full")  # the kernel's own full disk
     with pytest.raises(StorageFullError, match="no space left") as full:
         store.write_bytes("full.bin", b"x" * 100)
-    assert full.value.field == f"{tmp_path}/full.bin"
-    assert not full.value.retryable
+    assert full.value.field == f"{tmp_path}/full.bin" and not full.value.retryable
     assert list(tmp_path.iterdir()) == []
     store.write_bytes("file", b"1")
     below = Store.open(tmp_path / "file" / "below")
@@ -124,10 +119,8 @@ def test_create_without_hard_links_is_still_exclusive(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(os, "link", no_links)
     store = Store.open(tmp_path / "s")
-    assert store.create("x", b"1")
-    assert not store.create("x", b"2")
-    assert store.read_bytes("x") == b"1"
-    assert store.children() == ["x"]
+    assert store.create("x", b"1") and not store.create("x", b"2")
+    assert store.read_bytes("x") == b"1" and store.children() == ["x"]
 
 
 @pytest.mark.parametrize(
@@ -144,9 +137,7 @@ def test_create_without_hard_links_is_still_exclusive(tmp_path: Path, monkeypatc
         lambda store: store.write_bytes("nothing", b"2"),
     ],
 )
-def test_nothing_is_written_or_removed_behind_a_link_below_the_storage(
-    tmp_path: Path, act: Callable[[Store], object]
-) -> None:
+def test_nothing_is_written_or_removed_behind_a_link_below_the_storage(tmp_path: Path, act: Any) -> None:
     outside = tmp_path / "outside"
     (outside / "folder").mkdir(parents=True)
     (outside / "precious").write_bytes(b"1")
@@ -180,13 +171,10 @@ def test_what_is_behind_a_link_below_the_storage_is_not_listed_or_deleted_and_th
     assert [info.path for info in store.list()] == ["x"]
     store.delete_tree("link")
     store.delete_tree()
-    assert (tmp_path / "outside" / "precious").read_bytes() == b"1"
-    assert not (tmp_path / "store").exists()
+    assert (tmp_path / "outside" / "precious").read_bytes() == b"1" and not (tmp_path / "store").exists()
 
 
-def test_a_folder_that_becomes_a_link_while_it_is_removed_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_folder_that_becomes_a_link_when_removed_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "outside" / "inner").mkdir(parents=True)
     (tmp_path / "outside" / "inner" / "precious").write_bytes(b"1")
     store = Store.open(tmp_path / "store")
@@ -292,15 +280,8 @@ def test_pins_of_threads_end_in_any_order(tmp_path: Path) -> None:
 def test_a_path_that_could_lead_outside_is_refused_everywhere(rel: str, tmp_path: Path) -> None:
     store = Store.open(tmp_path / "store")
     assert relative_problem(rel)
-    for use in (
-        store.read_bytes,
-        store.exists,
-        store.child,
-        store.delete,
-        store.open_read,
-        store.local_path,
-        store.list,
-    ):
+    reading = (store.read_bytes, store.exists, store.child, store.open_read, store.local_path, store.list)
+    for use in (*reading, store.delete):
         with pytest.raises(ConfigError, match="A path inside a store"):
             use(rel)
     for write in (store.write_bytes, store.create):
@@ -312,8 +293,7 @@ def test_local_folders_by_any_spelling(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.chdir(tmp_path)
     for url in (tmp_path / "s", "s", "./s", f"file://{tmp_path}/s", f"local://{tmp_path}/s", f"{tmp_path}/s/"):
         store = Store.open(url)
-        assert store.url == str(tmp_path / "s")
-        assert store.is_local
+        assert store.url == str(tmp_path / "s") and store.is_local
         assert store.local_path("a") == tmp_path / "s" / "a"
     monkeypatch.setenv("HOME", str(tmp_path))
     assert Store.open("~/s").url == str(tmp_path / "s")
@@ -350,14 +330,13 @@ def test_secrets_in_a_url_are_refused_and_not_repeated(url: str) -> None:
 
 def test_a_remote_store_has_no_local_path(memory_url: str) -> None:
     store = Store.open(memory_url)
-    assert not store.is_local
-    assert store.free_bytes() is None
+    assert not store.is_local and store.free_bytes() is None
     with pytest.raises(ConfigError, match="must be a local folder"):
         store.local_path()
 
 
 @pytest.mark.parametrize("client", ["urllib.request.urlopen", "httpx.get", "requests.get"])
-def test_a_refused_connection_and_an_unknown_host_are_named_whatever_the_client(
+def test_a_refused_connection_and_an_unknown_host_are_named_by_every_client(
     client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def unknown(*args: object, **more: object) -> object:
@@ -412,29 +391,19 @@ def test_what_answers_in_place_of_a_store_is_no_empty_folder(answer: bytes, monk
                 refused()
 
 
-def test_an_answer_is_not_an_outage() -> None:
+def test_an_answer_and_a_refusal_are_no_outages_and_a_busy_store_is_one() -> None:
     for number in (errno.ETIMEDOUT, errno.ESTALE, errno.EHOSTUNREACH, errno.ECONNRESET):
         assert type(typed_error(OSError(number, "?"), "read", "/mnt/x")) is StoreUnreachableError
     for number in (errno.EIO, errno.EACCES, errno.ENOENT, errno.EISDIR):
         assert describe_outage(OSError(number, "?")) is None
         assert type(typed_error(OSError(number, "?"), "read", "/mnt/x")) is StorageError
-
-
-def test_a_refusal_after_an_outage_is_a_refusal() -> None:
-    try:
-        try:
-            raise ConnectionResetError(errno.ECONNRESET, "reset")
-        except ConnectionResetError:
-            raise PermissionError(errno.EACCES, "denied") from None
-    except PermissionError as error:
-        assert "permissions" in str(typed_error(error, "write", "s3://bucket/x"))
-
-
-def test_a_busy_store_is_out_of_reach() -> None:
-    class ClientError(Exception):
-        response = {"Error": {"Code": "SlowDown"}}  # noqa: RUF012
-
-    assert describe_outage(ClientError()) == "it is overloaded or out of order (SlowDown)"
+    refused = PermissionError(errno.EACCES, "denied")
+    refused.__context__ = ConnectionResetError(errno.ECONNRESET, "reset")
+    refused.__suppress_context__ = True
+    assert "permissions" in str(typed_error(refused, "write", "s3://bucket/x")), "after an outage"
+    busy = Exception()
+    busy.response = {"Error": {"Code": "SlowDown"}}  # type: ignore[attr-defined]
+    assert describe_outage(busy) == "it is overloaded or out of order (SlowDown)"
 
 
 def test_a_full_disk_states_what_is_free(tmp_path: object) -> None:

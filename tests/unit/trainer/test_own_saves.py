@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -70,8 +72,7 @@ class OfOld(Trainer):
 def _committed(folder: Path | str) -> set[str]:
     store = Store.open(str(folder))
     commit = read_commit(store)
-    assert commit is not None
-    assert verify_files(store, commit) == []
+    assert commit is not None and verify_files(store, commit) == []
     assert len({entry.path for entry in commit.files}) == len(commit.files)
     return {entry.path for entry in commit.files}
 
@@ -170,9 +171,7 @@ def _base(folder: Path) -> Path:
     ],
 )
 @pytest.mark.parametrize("remote", [False, True])
-def test_a_link_that_an_override_leaves_is_refused_and_removed_and_its_target_stays(
-    tmp_path: Path, name: str, target: str, remote: bool
-) -> None:
+def test_a_link_of_an_override_is_refused(tmp_path: Path, name: str, target: str, remote: bool) -> None:
     base = _base(tmp_path / "base")
     where: Any = f"memory://links-{name}" if remote else tmp_path / "run"
     one: Any = trainer(where, ROWS, cls=Linking, **SAVING)
@@ -214,15 +213,25 @@ STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
 LIMITED: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
 
 
-def _earlier(folder: Path) -> dict[str, bytes]:
-    """Checkpoints of the steps 2 and 3."""
+@pytest.fixture(scope="module")
+def first_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("first")
     trainer(folder, ROWS, max_steps=3, **STEPS).train()
-    return _content(folder, 2, 3)
+    return folder
 
 
-def _content(folder: Path, *steps: int) -> dict[str, bytes]:
-    files = [path for step in steps for path in sorted((folder / f"checkpoint-{step}").rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+@pytest.fixture
+def earlier(first_run: Path, tmp_path: Path) -> Iterator[Path]:
+    """A folder with the checkpoints of the steps 2 and 3 of an earlier run, which stay as they are."""
+
+    def content() -> dict[str, bytes]:
+        files = [path for step in (2, 3) for path in sorted((folder / f"checkpoint-{step}").rglob("*"))]
+        return {str(path): path.read_bytes() for path in files if path.is_file()}
+
+    folder = Path(shutil.copytree(first_run, tmp_path / "run"))
+    before = content()
+    yield folder
+    assert content() == before
 
 
 def _names(folder: Path) -> list[str]:
@@ -239,14 +248,12 @@ def _names(folder: Path) -> list[str]:
     ],
 )
 def test_a_run_whose_checkpoints_are_all_newer_goes_on_and_spares_the_others(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any], new: list[int]
+    earlier: Path, caplog: pytest.LogCaptureFixture, given: dict[str, Any], new: list[int]
 ) -> None:
-    before = _earlier(tmp_path)
     with caplog.at_level(logging.WARNING, logger="trainer_lib"):
-        trainer(tmp_path, ROWS, **{"max_steps": 12, **given}).train()
+        trainer(earlier, ROWS, **{"max_steps": 12, **given}).train()
     assert "checkpoint-3 is the newest" in caplog.text
-    assert _content(tmp_path, 2, 3) == before
-    assert _names(tmp_path) == sorted(f"checkpoint-{step}" for step in (2, 3, *new))
+    assert _names(earlier) == sorted(f"checkpoint-{step}" for step in (2, 3, *new))
 
 
 @pytest.mark.parametrize(
@@ -259,45 +266,35 @@ def test_a_run_whose_checkpoints_are_all_newer_goes_on_and_spares_the_others(
         {"save_strategy": "best", "eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"},
     ],
 )
-def test_a_run_that_would_replace_or_hide_a_checkpoint_is_refused(tmp_path: Path, given: dict[str, Any]) -> None:
-    before = _earlier(tmp_path)
-    one = trainer(tmp_path, ROWS, **{"max_steps": 12, "eval_dataset": ROWS[:4], **given})
+def test_a_run_that_would_replace_or_hide_a_checkpoint_is_refused(earlier: Path, given: dict[str, Any]) -> None:
+    one = trainer(earlier, ROWS, **{"max_steps": 12, "eval_dataset": ROWS[:4], **given})
     with pytest.raises(ConfigError, match="earlier run") as refused:
         one.train()
-    assert refused.value.field == "output_dir"
-    assert one.state.global_step == 0
-    assert _content(tmp_path, 2, 3) == before
+    assert (refused.value.field, one.state.global_step) == ("output_dir", 0)
 
 
-def test_a_stop_below_an_earlier_checkpoint_is_not_saved(tmp_path: Path) -> None:
-    before = _earlier(tmp_path)
+def test_a_stop_below_an_earlier_checkpoint_is_not_saved(earlier: Path) -> None:
     given: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 6}
-    for step in (2, 1):
-        with pytest.raises(Preempted, match="is not saved"):
-            trainer(tmp_path, ROWS, callbacks=[StopAt(step)], **given).train()
-    assert _names(tmp_path) == ["checkpoint-2", "checkpoint-3"]
-    assert _content(tmp_path, 2, 3) == before
-    with pytest.raises(Preempted, match="is committed"):
-        trainer(tmp_path, ROWS, callbacks=[StopAt(5)], **given).train()
-    trainer(tmp_path, ROWS, **given).train(resume_from_checkpoint=True)
-    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3", "checkpoint-5", "checkpoint-6"]
+    for step, said in ((2, "is not saved"), (1, "is not saved"), (5, "is committed")):
+        with pytest.raises(Preempted, match=said):
+            trainer(earlier, ROWS, callbacks=[StopAt(step)], **given).train()
+        assert _names(earlier) == ["checkpoint-2", "checkpoint-3", *["checkpoint-5"] * (step == 5)]
+    trainer(earlier, ROWS, **given).train(resume_from_checkpoint=True)
+    assert _names(earlier) == ["checkpoint-12", "checkpoint-2", "checkpoint-3", "checkpoint-5", "checkpoint-6"]
 
 
-def test_a_save_that_a_callback_asks_for_replaces_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_save_that_a_callback_asks_for_replaces_nothing(earlier: Path, caplog: pytest.LogCaptureFixture) -> None:
     class Asking(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_save = True
 
     saved = Note("on_save", lambda state, **_: state.global_step)
-    before = _earlier(tmp_path)
-    trainer(tmp_path, ROWS, max_steps=5, save_strategy="no", callbacks=[Asking(), saved]).train()
-    assert saved.kept == [4, 5]
-    assert _content(tmp_path, 2, 3) == before
-    assert "Step 2 is not saved" in caplog.text
+    trainer(earlier, ROWS, max_steps=5, save_strategy="no", callbacks=[Asking(), saved]).train()
+    assert saved.kept == [4, 5] and "Step 2 is not saved" in caplog.text
 
 
 @pytest.mark.parametrize(("step", "goes_on"), [(3, True), (4, False), (100, True)])
-def test_checkpoints_of_another_program_are_in_the_way_only_where_they_would_be_replaced(
+def test_another_programs_checkpoints_stay_and_are_only_then_in_the_way(
     tmp_path: Path, step: int, goes_on: bool
 ) -> None:
     theirs = tmp_path / f"checkpoint-{step}" / "optimizer.pt"
@@ -316,21 +313,17 @@ def test_checkpoints_of_another_program_are_in_the_way_only_where_they_would_be_
     assert theirs.read_bytes() == b"weeks of work"
 
 
-def test_an_earlier_runs_checkpoints_stay_after_a_resume(tmp_path: Path) -> None:
-    before = _earlier(tmp_path)
+def test_an_earlier_runs_checkpoints_stay_after_a_resume(earlier: Path) -> None:
     for step in (5, 7):  # the checkpoint of a resumed run names them too
-        one = trainer(tmp_path, ROWS, resume_from_checkpoint=step > 5, callbacks=[StopAt(step)], **LIMITED)
+        one = trainer(earlier, ROWS, resume_from_checkpoint=step > 5, callbacks=[StopAt(step)], **LIMITED)
         with pytest.raises(Preempted, match="is committed"):
             one.train()
-        assert _names(tmp_path) == ["checkpoint-2", "checkpoint-3", f"checkpoint-{step}"]
-    trainer(tmp_path, ROWS, resume_from_checkpoint=True, **LIMITED).train()
-    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
-    assert _content(tmp_path, 2, 3) == before
+        assert _names(earlier) == ["checkpoint-2", "checkpoint-3", f"checkpoint-{step}"]
+    trainer(earlier, ROWS, resume_from_checkpoint=True, **LIMITED).train()
+    assert _names(earlier) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
 
 
-def test_an_earlier_runs_checkpoints_stay_when_memory_runs_out(tmp_path: Path) -> None:
-    before = _earlier(tmp_path)
-    one = trained(tmp_path, ROWS, model=Hungry(2, since=5), auto_find_batch_size=True, **LIMITED)
+def test_an_earlier_runs_checkpoints_stay_when_memory_runs_out(earlier: Path) -> None:
+    one = trained(earlier, ROWS, model=Hungry(2, since=5), auto_find_batch_size=True, **LIMITED)
     assert one.state.train_batch_size == 2
-    assert _names(tmp_path) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
-    assert _content(tmp_path, 2, 3) == before
+    assert _names(earlier) == ["checkpoint-12", "checkpoint-2", "checkpoint-3"]
