@@ -307,7 +307,7 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
         # A subclass may declare a field that has an old name: then the field is meant.
         if name in compat.OLD_NAMES and name not in type(self).__dataclass_fields__:
             for new, changed in compat.changes_for(name, value, stacklevel=3).items():
-                present = self.__dict__.get(new)
+                present: Any = self.__dict__.get(new)
                 is_joined = isinstance(present, dict) and isinstance(changed, dict)
                 object.__setattr__(self, new, type(present)({**present, **changed}) if is_joined else changed)
             return

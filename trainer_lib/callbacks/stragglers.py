@@ -134,6 +134,9 @@ class StragglerCallback(TrainerCallback):
         except RuntimeError:  # the store is gone; training itself reports why
             self._clock = None
             return
+        self._compare(reports)
+
+    def _compare(self, reports: list[str]) -> None:
         times = [float(parse_json(text)[1]) for text in reports]
         # The low median: of two ranks, the faster one is the measure.
         usual = statistics.median_low(times)

@@ -227,7 +227,7 @@ def polynomial_decay(args: TrainingArguments, steps: int) -> Any:
         return schedule
     rate = args.learning_rate
 
-    class WarmUp(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc]
+    class WarmUp(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
         def __call__(self, step: Any) -> Any:
             number = keras.ops.cast(step, "float32")
             share = number / warmup
