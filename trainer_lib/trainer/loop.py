@@ -295,14 +295,8 @@ class TrainingLoop:
         asked = control.should_log or control.should_evaluate or control.should_save
         is_overridden = "_maybe_log_save_evaluate" in signatures.overridden
         if asked or is_overridden:  # an override counts on it
-            given: tuple[Any, ...] = (
-                norm,
-                trainer.model_wrapped,
-                run.trial,
-                trainer.state.epoch,
-                run.ignore_keys,
-                run.started,
-            )
+            model, epoch = trainer.model_wrapped, trainer.state.epoch
+            given: tuple[Any, ...] = (norm, model, run.trial, epoch, run.ignore_keys, run.started)
             if not is_overridden:
                 trainer._maybe_log_save_evaluate(loss, *given, learning_rate=run.rate)
                 return
