@@ -24,9 +24,6 @@ _DEPTH = 40
 """A name that is imported from file to file more often than this counts as the whole file."""
 
 
-# -- pieces -----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(eq=False)
 class Piece:
     """One statement of a module's top level, or one name of an import statement.
@@ -138,9 +135,6 @@ def _words(node: ast.stmt) -> frozenset[str]:
         for name in ("id", "attr", "arg", "name")
     )
     return frozenset(word for word in words if isinstance(word, str))
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

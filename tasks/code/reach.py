@@ -31,7 +31,6 @@ def _split(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# -- tables of names --------------------------------------------------------------------------------------------------
 _BUILTINS = {"eval", "exec", "compile", "globals", "locals", "vars", "dir", "__import__", "breakpoint", "__builtins__"}
 _MAKERS = (
     "builtins.__dict__", "cPickle", "cloudpickle", "code", "dill", "gc", "hydra.utils", "importlib", "joblib",
@@ -84,9 +83,6 @@ _PARTS = (
     ast.Subscript, ast.Slice, ast.JoinedStr, ast.FormattedValue, ast.ListComp, ast.SetComp, ast.DictComp, ast.Attribute,
     ast.comprehension,
 )  # fmt: skip
-
-
-# -- effects of imports -----------------------------------------------------------------------------------------------
 
 
 class _Effects:

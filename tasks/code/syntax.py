@@ -57,9 +57,6 @@ def top_level_names(path: Path) -> set[str] | None:
     return None if "*" in names else names
 
 
-# -- digests ----------------------------------------------------------------------------------------------------------
-
-
 @functools.lru_cache(KEPT_FILES)
 def reads_docstrings(tree: ast.AST) -> bool:
     """Whether code in the tree reads docstrings, so that they count."""
@@ -109,9 +106,6 @@ def _has_docstring(owner: ast.AST, body: list[ast.stmt]) -> bool:
         and isinstance(first.value, ast.Constant)
         and isinstance(first.value.value, str)
     )
-
-
-# -- names ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

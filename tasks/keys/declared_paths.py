@@ -195,9 +195,6 @@ def _parsed(text: str) -> ast.expr | None:
         return None
 
 
-# -- options that are never read --------------------------------------------------------------------------------------
-
-
 def warn_of_unread(stage: str, section: str, config: object, code: Code) -> Iterator[str]:
     """A sentence for each option of a stage that no function of the recipe reads."""
     for setting, functions in READERS.get(stage, {}).items():

@@ -136,8 +136,6 @@ class OptunaSearch:
             with contextlib.suppress(_TrialFailed, TrialPruned):
                 self._train(plan, None)
 
-    # -- the study ----------------------------------------------------------------------------------------------------
-
     def _open_study(self) -> None:
         if self._comm.rank != 0:
             return
@@ -182,8 +180,6 @@ class OptunaSearch:
 
     def _enqueue_again(self, trial: Any) -> None:
         self._study.enqueue_trial(dict(trial.params), user_attrs={_CONTINUES: trial.user_attrs.get(_FOLDER)})
-
-    # -- one trial ----------------------------------------------------------------------------------------------------
 
     def _objective(self, trial: Any) -> float | list[float]:
         try:
@@ -264,8 +260,6 @@ class OptunaSearch:
 
         values, prune = self._comm.broadcast_json(run_on_all_ranks(self._comm, judge))
         return values, prune
-
-    # -- the end ------------------------------------------------------------------------------------------------------
 
     def _best(self) -> BestRun | list[BestRun]:
         found = self._comm.broadcast_json(run_on_all_ranks(self._comm, self._summary))

@@ -117,8 +117,6 @@ class TrialRunner:
         """Note the trial, or the parameters, that the present training is given."""
         self._trainer._trial = trial
 
-    # -- one trial, as the backend asks for it ------------------------------------------------------------------------
-
     def run_trial(self, run: TrialRun) -> list[float]:
         """Train with the trial's arguments; return the objective of its last evaluation. Collective.
 

@@ -93,8 +93,6 @@ class Attempts:
         self.url: str | None = None
         self.halves = False
 
-    # -- the micro-batch that memory allows ---------------------------------------------------------------------------
-
     def limit(self, batch_size: int) -> int:
         """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
         return min(batch_size, self.allowed or batch_size)
@@ -105,8 +103,6 @@ class Attempts:
         may_change = trainer.args.auto_find_batch_size or follows_global_batch(trainer.args)
         if may_change and isinstance(saved, int) and 0 < saved < trainer._train_batch_size:
             self.allowed = saved
-
-    # -- attempts -----------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
     def begin(self, url: str | None) -> Iterator[None]:
@@ -165,8 +161,6 @@ class Attempts:
         else:
             backup.restore(trainer, internals)
 
-    # -- memory -------------------------------------------------------------------------------------------------------
-
     def _halve(self, run: TrainingRun, reason: str) -> None:
         trainer, step = self._trainer, self._trainer.state.global_step + 1
         global_batch = trainer.get_total_train_batch_size(trainer.args)
@@ -185,8 +179,6 @@ class Attempts:
             "Memory ran out in step %d with micro-batches of %d: training continues with %d (global batch %d): %s",
             *(step, size, self.allowed, global_batch, reason),
         )
-
-    # -- loss spikes --------------------------------------------------------------------------------------------------
 
     @property
     def follows_rollback(self) -> bool:

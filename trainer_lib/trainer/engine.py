@@ -132,8 +132,6 @@ class OutsideParameters:
                 tensor.data = value.to(tensor.device, copy=True)
             tensor.grad = None
 
-    # -- gradients ----------------------------------------------------------------------------------------------------
-
     def average_gradients(self, strategy: Strategy) -> None:
         """Average their gradients over ranks, as the strategy does with the model's. Collective."""
         if strategy.comm.world_size == 1:

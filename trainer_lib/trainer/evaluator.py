@@ -81,8 +81,6 @@ class Evaluator:
         with keep_generators(), fork, xla.random_state_kept(), keep_seeds(self.trainer.model):
             yield
 
-    # -- what the evaluation loop asks for ----------------------------------------------------------------------------
-
     @property
     def steps_together(self) -> bool:
         """Whether ranks communicate in a prediction step: a sharded model does, and an override may."""

@@ -172,8 +172,6 @@ class Internals:
         else:
             self._trainer.log(logs)
 
-    # -- what a search does with a Trainer ----------------------------------------------------------------------------
-
     @property
     def comm(self) -> Communicator:
         """All ranks."""

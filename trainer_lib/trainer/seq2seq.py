@@ -92,8 +92,6 @@ class Seq2SeqTrainer(Trainer):
             raise ConfigError(what, field="generation_config", value=str(shown), remedy=remedy) from error
         return config
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
-
     def evaluate(
         self,
         eval_dataset: Any = None,

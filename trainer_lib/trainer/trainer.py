@@ -277,8 +277,6 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
         """Note the search's trial; the arguments hold its parameters already."""
         self._trainflow.trials.set_trial(trial)
 
-    # -- search -------------------------------------------------------------------------------------------------------
-
     def hyperparameter_search(
         self,
         hp_space: Callable[[Any], Mapping[str, Any]] | None = None,

@@ -60,9 +60,6 @@ def _common(whole: Store, resumed: Store) -> list[tuple[int, CheckpointInfo, Che
     return [(step, sides[0][step], sides[1][step]) for step in steps]
 
 
-# -- step by step ------------------------------------------------------------------------------------------------------
-
-
 def _history(
     whole: list[dict[str, Any]], resumed: list[dict[str, Any]], counts: dict[str, Any]
 ) -> Iterator[Difference]:
@@ -85,9 +82,6 @@ def _timeless(entry: Mapping[str, Any]) -> dict[str, Any]:
 
 def _differ(one: Any, other: Any) -> bool:
     return repr(one) != repr(other)  # NaN equals NaN here, and 0.0 is not -0.0
-
-
-# -- state by state ----------------------------------------------------------------------------------------------------
 
 
 def _checkpoint(

@@ -83,9 +83,6 @@ def _check_free(root: Store, step: int) -> None:
         raise ConfigError(what, field="destination", value=root.url, remedy=remedy)
 
 
-# -- the model ---------------------------------------------------------------------------------------------------------
-
-
 def _model(work: Work[ImportRequest], source: Source) -> nn.Module:
     """The model that was trained: what the user's function returns, or what config.json describes."""
     name = work.request.model
@@ -183,9 +180,6 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
         remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
         raise ConfigError(f"The weights are not this model's: {what}.", field="model", remedy=remedy)
     return {name: tensor for name, tensor in complete.items() if tensor is not None}
-
-
-# -- what the result has -----------------------------------------------------------------------------------------------
 
 
 def _trainer_state(source: Source, root: Store) -> dict[str, Any]:

@@ -46,7 +46,6 @@ def run(work: Work[MergeRequest]) -> MergeResult:
     return MergeResult((writer.entry, *beside), agreement)
 
 
-# -- agreement --------------------------------------------------------------------------------------------------------
 def _held_out(work: Work[MergeRequest], args: Any, model: nn.Module, prepared: dict[str, Any]) -> list[dict[str, Any]]:
     """Batches of one row of a held-out split, or of training where there is none, as the model's forward takes them."""
     names = sorted(prepared["splits"], key=lambda name: (name != "test", name == "train", name))
@@ -99,7 +98,6 @@ def _require_agreement(agreement: Mapping[str, float], request: MergeRequest) ->
         )
 
 
-# -- merging ----------------------------------------------------------------------------------------------------------
 def require_mergeable(model: nn.Module) -> None:
     """Raise ConfigError for a model without adapters that can be merged into its weights."""
     given: Any = model

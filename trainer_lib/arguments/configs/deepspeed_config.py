@@ -225,9 +225,6 @@ def read(given: Any) -> dict[str, Any]:
     return io.read_mapping(expand_home(str(given)), field="deepspeed")
 
 
-# -- with the arguments ------------------------------------------------------------------------------------------------
-
-
 def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size: int | None) -> None:
     settings, accumulation = BatchSettings.of(args.accelerator_config), args.gradient_accumulation_steps
     micro: int | None = args.per_device_train_batch_size

@@ -168,9 +168,6 @@ class GroupsByMesh:
         optimizer.param_groups, self._groups = self._groups, None
 
 
-# -- experts ----------------------------------------------------------------------------------------------------------
-
-
 def plan_experts(model: nn.Module, parts: int) -> list[str]:
     """Return the names of the modules whose experts are divided into `parts`. Raises ConfigError."""
     patterns = [

@@ -355,8 +355,6 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         """Pass values to the trackers of `report_to`."""
         self._internals.events.report(values, step)
 
-    # -- prepare ------------------------------------------------------------------------------------------------------
-
     @override
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedules to train with; any other object stays as it is.

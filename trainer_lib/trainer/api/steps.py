@@ -146,8 +146,6 @@ class StepMethods(TrainerBase):
         """
         return self._trainflow.forward.predict(model, inputs, prediction_loss_only, ignore_keys)
 
-    # -- optimizer, schedule, clipping, wrapping -----------------------------------------------------------------------
-
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set up the optimizer and the schedule, unless they were given."""
         self.create_optimizer()

@@ -68,8 +68,6 @@ class Snapshots:
         self._internals = internals
         self._frozen: tuple[nn.Module, str | None] | None = None
 
-    # -- a checkpoint -------------------------------------------------------------------------------------------------
-
     def take(self, run: TrainingRun, *, best_url: str | None = None) -> Snapshot:
         """All resumable state. Collective. `best_url`: destination of the checkpoint, when it is the best so far.
 

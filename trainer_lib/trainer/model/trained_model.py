@@ -156,8 +156,6 @@ class TrainedModel:
         factor = args.label_smoothing_factor
         self._trainer.label_smoother = LabelSmoother(factor) if factor > 0 else None
 
-    # -- for the length of a training ---------------------------------------------------------------------------------
-
     def prepare(self) -> None:
         """Set kernels, recomputation and caching for training."""
         model, args = self._trainer.model, self._trainer.args
