@@ -65,7 +65,7 @@ class MarkedAnswers(AnsweredPrompts):
     }
 
     @override
-    def _readers(self) -> Mapping[str, Reader]:
+    def _readers(self) -> dict[str, Reader]:
         return {**super()._readers(), self.options["label"]: _read_mark}
 
     @override

@@ -59,7 +59,6 @@ from trainer_lib.recipes.tables.image_files import (
     SPLIT,
     USUAL_SPLITS,
     ImageForm,
-    ImageReader,
     count_pixels,
     find_images,
     mean_and_spread,
@@ -273,13 +272,12 @@ class ImageRows(TabularRows):
     }
 
     @override
-    def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
+    def _read(self, addresses: Sequence[str], *, field: str) -> Table:
         column = self.options["image"]
         if column is not None:
-            readers = {**self._label_reader(), self.options["id"]: id_of}
-            return read_image_table(
-                addresses, column, rename=rename, field=field, readers=readers, read=self.options["read"]
-            )
+            form = {name: self.options[name] for name in ("rename", "read")}
+            readers = {**self._readers(), self.options["id"]: id_of}
+            return read_image_table(addresses, column, field=field, readers=readers, **form)
         table = find_images(addresses, field=field)
         way, by_names = self.options["split"], "prepare.options.split={by: column, column: split}"
         above = by_names.replace("split}", "label}") + ", and prepare.options.label=split"
@@ -312,7 +310,7 @@ class ImageRows(TabularRows):
             form: what images are brought into.
             counts: what becomes the statistics of the training images while these are read.
         """
-        ids, reader = self._ids(), ImageReader(form, "the folder of the table")
+        ids = self._ids()
         paths, addresses = self.table.texts(self.options["image"] or IMAGE), self.table.columns[ADDRESS]
         first: dict[bytes, tuple[str, int]] = {}
 
@@ -320,7 +318,7 @@ class ImageRows(TabularRows):
             repeats: dict[str, list[str]] = {}
             for row in chosen:
                 place = self.table.places[row] if self.options["image"] else ""
-                pixels = reader.read(addresses[row], place)
+                pixels = form.read(addresses[row], "the folder of the table", place)
                 if split == "train":
                     count_pixels(counts, pixels)
                 before, other = first.setdefault(hashlib.sha256(pixels.tobytes()).digest(), (split, row))
@@ -409,8 +407,8 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
     New rows have the path or the URL of an image instead of its pixels; relative ones start from the working directory.
     """
-    reader = data.once("reader", lambda: ImageReader(ImageForm(**data.info["form"]), str(Path.cwd()), field=IMAGE))
-    pixels = np.stack([row["pixels"] if "pixels" in row else reader.read(row["image"]) for row in rows])
+    form = data.once("form", lambda: ImageForm(**data.info["form"], field=IMAGE))
+    pixels = np.stack([row["pixels"] if "pixels" in row else form.read(row["image"], str(Path.cwd())) for row in rows])
     means, spreads = data.info["normal"] or mean_and_spread(data.info["counts"])
     values = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32) / 255
     batch = {"pixel_values": (values - torch.tensor(means).view(1, -1, 1, 1)) / torch.tensor(spreads).view(1, -1, 1, 1)}

@@ -137,7 +137,7 @@ class QuestionRows(TextRows):
     }
 
     @override
-    def _readers(self) -> Mapping[str, Reader]:
+    def _readers(self) -> dict[str, Reader]:
         return {self.options["context"]: read_exact_text, self.options["answers"]: _read_answers}
 
     def answers(self) -> list[list[Answer]]:

@@ -280,7 +280,7 @@ def cut_windows(
         for number, member in enumerate(series):
             first = max(int(np.searchsorted(member.times, times[start])), context)
             stop = len(member.times) if end == len(times) else int(np.searchsorted(member.times, times[end]))
-            has_target = member.measured[:, :targets].any(axis=1)
+            has_target = member.measured[:, :targets].max(axis=1)
             origins = range(first, stop - horizon + 1, stride)
             windows[name] += [(number, at) for at in origins if has_target[at : at + horizon].any()]
         if not windows[name]:

@@ -30,8 +30,9 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.model_places import build_classifier
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions
+from trainer_lib.recipes.tables.cells import read_texts
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
-from trainer_lib.recipes.tables.table_files import SOURCES, note_form
+from trainer_lib.recipes.tables.table_files import SOURCES, Reader, note_form
 from trainer_lib.recipes.texts.packed_batches import NO_TARGET
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, find_usual, pad_rows
 from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer, load_word_tokenizer
@@ -141,8 +142,8 @@ class TaggedRows(TextRows):
     }
 
     @override
-    def _lists(self) -> Sequence[str]:
-        return self.options["words"], self.options["label"]
+    def _readers(self) -> dict[str, Reader]:
+        return dict.fromkeys((self.options["words"], self.options["label"]), read_texts)
 
     @override
     def _features(self) -> list[str]:

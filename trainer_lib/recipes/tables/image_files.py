@@ -38,33 +38,52 @@ _UNREADABLE = (OSError, SyntaxError, ValueError, EOFError, struct.error, Image.D
 
 
 class ImageForm:
-    """The form that images are brought into.
+    """Reads image files into one form.
 
     Args:
         size: height and width in pixels.
         colours: rgb or grey.
         fit: one of `FITS`.
         bits: of the values in greys of more than 8 bits.
+        field: the setting or the column that names the files, for errors.
 
     Attributes:
         deepest: bits of the greatest of these values so far; 0 before the first one.
     """
 
-    def __init__(self, size: Sequence[int], colours: str, fit: str, bits: int = DEEP) -> None:
+    def __init__(self, size: Sequence[int], colours: str, fit: str, bits: int = DEEP, *, field: str = SOURCES) -> None:
         self.height, self.width = (int(side) for side in size)
-        self._mode, self._fit, self.bits, self.deepest = MODES[colours], fit, bits, 0
+        self._mode, self._fit, self.bits, self.deepest, self._field = MODES[colours], fit, bits, 0, field
+        self._stores: dict[str, Store] = {}
 
     @property
     def channels(self) -> int:
         """Numbers of a pixel."""
         return 1 if self._mode == "L" else 3
 
-    def pixels(self, content: bytes, place: str, *, field: str = SOURCES) -> np.ndarray:
-        """The pixels of an image file, uint8 ``[height, width, channels]``.
+    def read(self, address: str, start: str, place: str = "") -> np.ndarray:
+        """The pixels at a path, relative to the folder `start`, or at a URL; uint8 ``[height, width, channels]``.
 
         Raises:
-            DataError: the bytes are not an image that Pillow can read.
+            DataError: there is no such file, or it is not an image; `place` is the row that names it.
         """
+        whole = absolute_path(address.replace("\\", "/"), start) if is_path(address) else address
+        folder, _, name = whole.rpartition("/")
+        if folder not in self._stores:
+            self._stores[folder] = Store.open(folder or "/", field=self._field)
+        named = f"{place}: {whole}" if place else whole
+        store = self._stores[folder]
+        try:
+            content = store.read_bytes(name)
+        except StorageError:
+            if store.exists(name):
+                raise
+            remedy = f"Correct the path; a relative one starts from {start}."
+            raise DataError(f"{named}: there is no such file.", field=self._field, remedy=remedy) from None
+        return self.pixels(content, named)
+
+    def pixels(self, content: bytes, place: str) -> np.ndarray:
+        """The pixels of an image file, uint8 ``[height, width, channels]``. Raises DataError for other bytes."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # of Pillow, about details of a file that it reads all the same
@@ -76,7 +95,7 @@ class ImageForm:
             unknown = isinstance(error, UnidentifiedImageError)
             why = "is not an image" if unknown else f"cannot be read as an image ({first_line(error)})"
             what = f"{place}: the file of {len(content):,} bytes {why}."
-            raise DataError(what, field=field, remedy="Remove it, or write it again.") from error
+            raise DataError(what, field=self._field, remedy="Remove it, or write it again.") from error
         size = (self.width, self.height)
         if image.size != size and self._fit == "stretch":
             image = image.resize(size, Image.Resampling.BILINEAR)
@@ -106,41 +125,6 @@ class ImageForm:
             over = image.convert("RGBA")
             image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
         return (image if image.mode in ("1", "L") else image.convert("RGB")).convert(self._mode)
-
-
-class ImageReader:
-    """Reads image files into one form.
-
-    Args:
-        form: the form.
-        folder: where relative paths start.
-        field: the setting or the column that names the files, for errors.
-    """
-
-    def __init__(self, form: ImageForm, folder: str, *, field: str = SOURCES) -> None:
-        self._form, self._folder, self._field = form, folder, field
-        self._stores: dict[str, Store] = {}
-
-    def read(self, address: str, place: str = "") -> np.ndarray:
-        """The pixels at a path or URL, uint8 ``[height, width, channels]``.
-
-        Raises:
-            DataError: there is no such file, or it is not an image; `place` is the row that names it.
-        """
-        whole = absolute_path(address.replace("\\", "/"), self._folder) if is_path(address) else address
-        folder, _, name = whole.rpartition("/")
-        if folder not in self._stores:
-            self._stores[folder] = Store.open(folder or "/", field=self._field)
-        named = f"{place}: {whole}" if place else whole
-        store = self._stores[folder]
-        try:
-            content = store.read_bytes(name)
-        except StorageError:
-            if store.exists(name):
-                raise
-            remedy = f"Correct the path; a relative one starts from {self._folder}."
-            raise DataError(f"{named}: there is no such file.", field=self._field, remedy=remedy) from None
-        return self._form.pixels(content, named, field=self._field)
 
 
 def find_images(addresses: Sequence[str], *, field: str) -> Table:

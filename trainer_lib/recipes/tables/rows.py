@@ -128,11 +128,14 @@ class TabularRows:
     def _set_up(self, way: Mapping[str, Any], out: PrepareOutput) -> None:
         """Read the files, cut the rows into splits, and describe the features."""
         label = f"{FIELD}.{self.label_option}"
-        rename = self.options["rename"]
-        self._split_column: str | None = None
         self._warnings = out.warnings
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(out.sources)}
-        self.table, starts = self._read_all(files, rename)
+        starts: dict[str, range] = {}
+        for name, addresses in files.items():
+            field = f"{FIELD}.files.{name}" if name else SOURCES
+            part = self._read(addresses, field=field)
+            starts[name] = range(len(self.table), len(self.table) + len(part))
+            self.table.append(part, field=field)
         self.label = self.table.require(self.options[self.label_option], field=label)
         if self._has_class:
             self._refuse_amounts(label)
@@ -176,32 +179,18 @@ class TabularRows:
             remedy = f"Predict amounts ({FIELD}.target=number, or the recipe tabular-regression), or give few classes."
             raise DataError(f"{what}: amounts, not classes.", field=field, value=self.label, remedy=remedy)
 
-    def _read_all(
-        self, files: Mapping[str, Sequence[str]], rename: Mapping[str, str]
-    ) -> tuple[Table, dict[str, range]]:
-        """The rows of all splits as one table, and the numbers of the splits' rows."""
-        whole = Table([], {})
-        found: dict[str, range] = {}
-        for name, addresses in files.items():
-            field = f"{FIELD}.files.{name}" if name else "prepare.sources"
-            part = self._read(addresses, rename=rename, field=field)
-            found[name] = range(len(whole), len(whole) + len(part))
-            whole.append(part, field=field)
-        return whole, found
-
-    def _read(self, addresses: Sequence[str], *, rename: Mapping[str, str], field: str) -> Table:
+    def _read(self, addresses: Sequence[str], *, field: str) -> Table:
         """The rows of some files."""
         chosen = self.options
         reading = read_reading(chosen["read"])
         named = dict.fromkeys(chosen.get("categorical", ()), partial(_named, reading=reading))
         merged = dict.fromkeys(chosen.get("merge", ()), partial(_folded, reading=reading))
-        readers: dict[str, Reader] = {**named, **merged, **self._label_reader(), **self._readers(), chosen["id"]: id_of}
+        readers: dict[str, Reader] = {**named, **merged, **self._readers(), chosen["id"]: id_of}
         ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
         return read_table(
             addresses,
-            rename=rename,
+            rename=chosen["rename"],
             field=field,
-            lists=self._lists(),
             readers=readers,
             read=chosen["read"],
             ignore=ignore,
@@ -209,21 +198,13 @@ class TabularRows:
             bad=self._problems,
         )
 
-    def _label_reader(self) -> dict[str, Reader]:
-        """The label, where it is a list of classes, with what reads it."""
+    def _readers(self) -> dict[str, Reader]:
+        """The columns whose values have a form of their own, such as a list of classes, with what reads them."""
         chosen = self.options
         if self.target != SEVERAL:
             return {}
         folds = chosen[self.label_option] in chosen.get("merge", ())
         return {chosen[self.label_option]: partial(read_names, separator=chosen["label_separator"], folds=folds)}
-
-    def _lists(self) -> Sequence[str]:
-        """The columns that hold lists of texts."""
-        return ()
-
-    def _readers(self) -> Mapping[str, Reader]:
-        """The columns whose values have a form of their own, with what reads them."""
-        return {}
 
     def _cut(self, way: Mapping[str, Any]) -> dict[str, np.ndarray]:
         keys: Sequence[str] = ()

@@ -301,7 +301,6 @@ def read_table(
     *,
     rename: Mapping[str, str],
     field: str = SOURCES,
-    lists: Sequence[str] = (),
     readers: Mapping[str, Reader] | None = None,
     read: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
@@ -314,8 +313,8 @@ def read_table(
         sources: paths, URLs, folders and patterns; installed packages among them are passed over.
         rename: name of a column in the files -> its name in the table.
         field: the setting that names the sources, for errors.
-        lists: columns that hold lists of texts.
-        readers: column -> its reader. Other columns with lists, objects or bytes are left out.
+        readers: column -> its reader; with `read_texts`, sentences in CoNLL's columns are rows as well. Other columns
+            with lists, objects or bytes are left out.
         read: how the files are written (`data.rows.reading.Reading`).
         ignore: columns that are left out.
         nested: columns that may be parts of objects (`unnest`).
@@ -326,8 +325,8 @@ def read_table(
     """
     addresses = _find_addresses(sources, field)
     table = Table([], {})
-    own = dict.fromkeys(lists, read_texts) | dict(readers or {})
-    reading = read_reading(read or {})
+    own, reading = dict(readers or {}), read_reading(read or {})
+    lists = [name for name, reader in own.items() if reader is read_texts]
     with naming_sources(field):
         for place, values in _read_files(addresses, lists, table.notes, reading, bad):
             try:
@@ -363,7 +362,15 @@ def _add_row(table: Table, row: Mapping[str, Any], place: str, readers: Mapping[
         table.places = SpooledValues(spool, 1)
     table.places.append(place)
     for name, value in row.items():
-        table.columns[name].append(plain := _value(value, name, place, readers, table.unread, reading))
+        try:
+            own = readers.get(name)
+            plain = own(value, f"{place}, column '{name}'") if own else plain_value(value, name, place, reading)
+        except DataError as error:
+            if own:
+                raise
+            table.unread.setdefault(name, error.message)
+            plain = None
+        table.columns[name].append(plain)
         if plain is None and isinstance(value, str) and value:
             table.gaps[value.strip()] += 1
 
@@ -395,18 +402,6 @@ def _require_same_columns(columns: Mapping[str, Any], row: Mapping[str, Any], pl
         raise DataError(f"{place}: it has a column '{extra[0]}' more than the rows before; {SAME}.", field="rows")
     lacking = min(set(columns) - set(row))
     raise DataError(f"{place}: the column '{lacking}' is missing; {SAME}.", field="rows")
-
-
-def _value(
-    value: Any, name: str, place: str, readers: Mapping[str, Reader], unread: dict[str, str], reading: Reading
-) -> Any:
-    if name in readers:
-        return readers[name](value, f"{place}, column '{name}'")
-    try:
-        return plain_value(value, name, place, reading)
-    except DataError as error:
-        unread.setdefault(name, error.message)
-        return None
 
 
 # -- new rows ---------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ class AnsweredPrompts(TextRows):
         return self.options["template"] is not None or any(self._has_lists.values())
 
     @override
-    def _readers(self) -> Mapping[str, Reader]:
+    def _readers(self) -> dict[str, Reader]:
         turns = {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answers)}
         return {**dict.fromkeys(CONTEXT, _read_context), **turns}
 
