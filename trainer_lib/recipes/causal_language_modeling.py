@@ -29,41 +29,14 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.shared.model_places import (
-    DTYPES,
-    ENDS,
-    MODEL,
-    add_adapters,
-    load_causal_model,
-    new_causal_model,
-    one_of,
-    quantized,
-    require_positions,
-)
+from trainer_lib.recipes.shared import model_places
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts import packed_batches, tokenizing
 from trainer_lib.recipes.texts.documents import FIELD, DocumentSplits
 from trainer_lib.recipes.texts.judged_prompts import answer_prompts
-from trainer_lib.recipes.texts.packed_batches import (
-    NEW_TOKENS,
-    collate_flat,
-    collate_rows,
-    collate_texts,
-    continue_prompts,
-    preprocess_logits_for_metrics,
-    require_isolation,
-    require_rows,
-    row_likelihoods,
-)
+from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics
 from trainer_lib.recipes.texts.packing import new_counts, pack_documents
-from trainer_lib.recipes.texts.tokenizing import (
-    decode_tokens,
-    kept_tokenizer,
-    learn_byte_tokenizer,
-    note_tokenizer,
-    open_tokenizer,
-    tokenize_documents,
-)
 from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
@@ -96,32 +69,32 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         For every split its rows, as `pack_documents` makes them.
     """
     chosen = choose(options, DEFAULTS, field=FIELD)
-    require_rows(chosen)
-    place = one_of(chosen, field=FIELD)
+    packed_batches.require_rows(chosen)
+    place = model_places.one_of(chosen, field=FIELD)
     if place is not None:
-        require_positions(place, chosen["length"], field=f"{FIELD}.length")
+        model_places.require_positions(place, chosen["length"], field=f"{FIELD}.length")
     texts = DocumentSplits(chosen, out.sources, out.mixture)
     for name in chosen["pack"]:
         require_choice(name, tuple(texts.names), field=f"{FIELD}.pack")
     if place is None:
         train = (document.text for document in texts.read("train"))
-        tokenizer = learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
+        tokenizer = tokenizing.learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
     else:
-        tokenizer = open_tokenizer(place, field=FIELD)
-    note_tokenizer(tokenizer, out)
+        tokenizer = tokenizing.open_tokenizer(place, field=FIELD)
+    tokenizing.note_tokenizer(tokenizer, out)
     counts = {name: new_counts() for name in texts.names}
     mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
     out.info.update(
         {name: chosen[name] for name in ("length", "overlong", "text", "isolate")},
-        new_columns={chosen["text"]: "string", NEW_TOKENS: "int64"},
+        new_columns={chosen["text"]: "string", packed_batches.NEW_TOKENS: "int64"},
         packed=chosen["pack"],
         packing=counts,  # complete when all rows were read
-        ends={name: getattr(tokenizer, name) for name in ENDS},
-        **note_form({}, chosen, optional=[chosen["text"], NEW_TOKENS, "input_ids", "lengths", *mixed]),
+        ends={name: getattr(tokenizer, name) for name in model_places.ENDS},
+        **note_form({}, chosen, optional=[chosen["text"], packed_batches.NEW_TOKENS, "input_ids", "lengths", *mixed]),
     )
     return {
         name: pack_documents(
-            tokenize_documents(texts.read(name), tokenizer),
+            tokenizing.tokenize_documents(texts.read(name), tokenizer),
             length=chosen["length"],
             overlong=chosen["overlong"],
             packed=name in chosen["pack"],
@@ -139,29 +112,29 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
             batches of packed rows were to be flattened.
     """
     defaults = {
-        **MODEL,
+        **model_places.MODEL,
         "dtype": "float32",  # type of a loaded model's weights
         "flatten": False,  # put the documents of a training batch end to end in one row, without padding
     }
     chosen, info = choose(options, defaults, field="train.model"), data.info
-    require_choice(chosen["dtype"], DTYPES, field="train.model.dtype")
+    require_choice(chosen["dtype"], model_places.DTYPES, field="train.model.dtype")
     if chosen["flatten"] and "train" in info["packed"]:
         what = "Packed rows have next to no padding, so there is nothing to flatten."
         remedy = "Remove it, or set prepare.options.pack=[]."
         raise ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
-    place = one_of(chosen, field="train.model")
-    settings = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]))
+    place = model_places.one_of(chosen, field="train.model")
+    settings = model_places.quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]))
     if place is None:
         facts = {name: info[name] for name in ("length", "vocabulary", "ends")}
-        model = new_causal_model(chosen["config"], **facts)
+        model = model_places.new_causal_model(chosen["config"], **facts)
     else:
         known = {"dtype": chosen["dtype"], "vocabulary": info["vocabulary"], "settings": settings}
-        model = load_causal_model(place, field="train.model", **known)
+        model = model_places.load_causal_model(place, field="train.model", **known)
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
-    model = add_adapters(model, chosen["adapter"], place=place)
+    model = model_places.add_adapters(model, chosen["adapter"], place=place)
     if info["packed"] or chosen["flatten"]:
         rows = {name: info[name] for name in ("vocabulary", "length", "isolate")}
-        require_isolation(model, flattened=not info["packed"], **rows)
+        packed_batches.require_isolation(model, flattened=not info["packed"], **rows)
     model.flattened = info["isolate"] if chosen["flatten"] else None  # the Trainer makes its batches by it
     built: nn.Module = model
     return built
@@ -173,8 +146,8 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     New rows may be texts, in their column; `collate_texts` says what their batch has.
     """
     if data.info["text"] in rows[0]:
-        return collate_texts(rows, kept_tokenizer(data), data.info)
-    return collate_rows(rows, data.info)
+        return packed_batches.collate_texts(rows, tokenizing.kept_tokenizer(data), data.info)
+    return packed_batches.collate_rows(rows, data.info)
 
 
 class Trainer(PlainTrainer):
@@ -184,7 +157,7 @@ class Trainer(PlainTrainer):
     def get_train_dataloader(self) -> Any:
         loader, isolate = super().get_train_dataloader(), getattr(self.model, "flattened", None)
         if isolate is not None:
-            loader.collate_fn = partial(collate_flat, collate=loader.collate_fn, isolate=isolate)
+            loader.collate_fn = partial(packed_batches.collate_flat, collate=loader.collate_fn, isolate=isolate)
         return loader
 
     @override
@@ -195,9 +168,11 @@ class Trainer(PlainTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.autocast_smart_context_manager():
-            found = row_likelihoods(model, batch, preprocess_logits_for_metrics)
+            found = packed_batches.row_likelihoods(model, batch, preprocess_logits_for_metrics)
             if "prompt_ids" in batch:
-                new = continue_prompts(self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted"])
+                new = packed_batches.continue_prompts(
+                    self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted"]
+                )
                 found = torch.cat((found, new.to(found.dtype)), dim=1)
         return None, found, None
 
@@ -237,7 +212,7 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
     """
     found = describe_likelihoods(predictions)
     if predictions.shape[1] > 2:
-        found["continuation"] = decode_tokens(predictions[:, 2:].astype(np.int64), data)
+        found["continuation"] = tokenizing.decode_tokens(predictions[:, 2:].astype(np.int64), data)
     return found
 
 
@@ -251,7 +226,7 @@ def describe_likelihoods(predictions: np.ndarray) -> dict[str, Sequence[Any]]:
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:
     """Continue `evaluate.options.prompts` before and after training (`trainer_lib.recipes.texts.judged_prompts`)."""
-    tokenizer = kept_tokenizer(data)
+    tokenizer = tokenizing.kept_tokenizer(data)
 
     def ask(prompt: str) -> list[int]:
         tokens: list[int] = tokenizer(prompt, verbose=False)["input_ids"]

@@ -28,42 +28,11 @@ from typing_extensions import override
 
 from trainer_lib.data.rows.row_sources import format_of
 from trainer_lib.errors import ConfigError
-from trainer_lib.recipes.shared.model_places import (
-    from_place,
-    import_transformers,
-    new_config,
-    no_model,
-    one_of,
-    require_head,
-)
+from trainer_lib.recipes.shared import model_places, targets
 from trainer_lib.recipes.shared.recipe_options import LABEL, ROWS, PathOptions, choose, require_choice
-from trainer_lib.recipes.shared.targets import (
-    compute_metrics,
-    head_names,
-    head_settings,
-    label_rows,
-    label_tensor,
-    prediction_columns,
-    split_loss,
-    use_loss,
-)
+from trainer_lib.recipes.shared.targets import compute_metrics, prediction_columns
+from trainer_lib.recipes.tables import image_files
 from trainer_lib.recipes.tables.cells import id_of
-from trainer_lib.recipes.tables.image_files import (
-    ADDRESS,
-    BITS,
-    DEEP,
-    FITS,
-    FOLDER_LABEL,
-    IMAGE,
-    MODES,
-    SPLIT,
-    USUAL_SPLITS,
-    ImageForm,
-    count_pixels,
-    find_images,
-    mean_and_spread,
-    read_image_table,
-)
 from trainer_lib.recipes.tables.rows import FIELD, TabularRows
 from trainer_lib.recipes.tables.table_files import Table, note_form
 
@@ -86,13 +55,13 @@ def find_image_settings(place: str, *, field: str) -> ImageSettings:
     """
     try:
         # The settings alone: a preprocessor may need packages that reading them does not.
-        processor = import_transformers().image_processing_utils.BaseImageProcessor
+        processor = model_places.import_transformers().image_processing_utils.BaseImageProcessor
         settings, _ = processor.get_image_processor_dict(place)
     except (ImportError, OSError, RuntimeError, ValueError) as error:  # also of a torchvision for another torch
         config = _read_config(place)
         given = config.get("pretrained_cfg")
         if not _is_of_timm(config) or not isinstance(given, Mapping):
-            raise no_model(place, error, field=field) from error
+            raise model_places.no_model(place, error, field=field) from error
         return _image_settings((given.get("input_size") or ())[1:], given.get("mean"), given.get("std"))
     sides = settings.get("crop_size") or settings.get("size")
     if isinstance(sides, int):
@@ -111,7 +80,7 @@ def _image_settings(size: Sequence[Any], mean: Sequence[Any] | None, spread: Seq
 def _read_config(place: str) -> Mapping[str, Any]:
     """A model's `config.json`; empty where there is none."""
     try:
-        settings, _ = import_transformers().PreTrainedConfig.get_config_dict(place)
+        settings, _ = model_places.import_transformers().PreTrainedConfig.get_config_dict(place)
     except (OSError, ValueError):
         return {}
     return settings if isinstance(settings, Mapping) else {}
@@ -132,11 +101,11 @@ def new_image_model(
     given = {"image_size": image, "num_channels": channels, **config, **head}
     if config["model_type"] == TIMM:
         given["model_args"] = {"in_chans": channels, **config.get("model_args", {})}
-    settings = new_config(given, config, field="train.model.config")
+    settings = model_places.new_config(given, config, field="train.model.config")
     try:
-        model: nn.Module = import_transformers().AutoModelForImageClassification.from_config(settings)
+        model: nn.Module = model_places.import_transformers().AutoModelForImageClassification.from_config(settings)
     except (ImportError, RuntimeError, ValueError) as error:
-        raise no_model(str(config["model_type"]), error, field="train.model.config") from error
+        raise model_places.no_model(str(config["model_type"]), error, field="train.model.config") from error
     return model
 
 
@@ -148,11 +117,13 @@ def load_image_model(place: str, head: Mapping[str, Any], *, new_head: bool) -> 
     """
     of_timm = _is_of_timm(_read_config(place))
     classes = list(head["id2label"].values())
-    require_head(place, "ForImageClassification", len(classes), is_new=new_head, has_head=of_timm)
+    model_places.require_head(place, "ForImageClassification", len(classes), is_new=new_head, has_head=of_timm)
     # timm's configuration has a number of classes of its own, which outweighs their names.
     names = {**head, **({"num_labels": len(classes)} if of_timm else {})}
     kind = "AutoModelForImageClassification"
-    model: nn.Module = from_place(kind, place, field="train.model", ignore_mismatched_sizes=new_head, **names)
+    model: nn.Module = model_places.from_place(
+        kind, place, field="train.model", ignore_mismatched_sizes=new_head, **names
+    )
     if of_timm:
         model.config.label_names = classes  # type: ignore[union-attr]  # saved in place of id2label
     return model
@@ -261,14 +232,14 @@ class ImageRows(TabularRows):
     defaults: Mapping[str, Any] = {
         **LABEL,
         **ROWS,
-        "label": FOLDER_LABEL,  # column of a table that has the classes
+        "label": image_files.FOLDER_LABEL,  # column of a table that has the classes
         "image": None,  # column of a table that has the paths; None: the sources are folders of images
         "pretrained": None,  # name of the model on the Hub whose size, mean and spread are used
         "folder": None,  # or its folder
         "size": None,  # pixels of a side, or height and width
         "fit": "stretch",  # of an image of another shape; or crop, or pad
         "colours": "rgb",  # or grey
-        "bits": DEEP,  # of the values in greys of more than 8 bits: the upper 8 are kept
+        "bits": image_files.DEEP,  # of the values in greys of more than 8 bits: the upper 8 are kept
     }
 
     @override
@@ -277,21 +248,21 @@ class ImageRows(TabularRows):
         if column is not None:
             form = {name: self.options[name] for name in ("rename", "read")}
             readers = {**self._readers(), self.options["id"]: id_of}
-            return read_image_table(addresses, column, field=field, readers=readers, **form)
-        table = find_images(addresses, field=field)
+            return image_files.read_image_table(addresses, column, field=field, readers=readers, **form)
+        table = image_files.find_images(addresses, field=field)
         way, by_names = self.options["split"], "prepare.options.split={by: column, column: split}"
         above = by_names.replace("split}", "label}") + ", and prepare.options.label=split"
-        for column, remedy in ((SPLIT, by_names), (FOLDER_LABEL, above)):
-            names = {str(name) for name in table.columns[column] if str(name).lower() in USUAL_SPLITS}
+        for column, remedy in ((image_files.SPLIT, by_names), (image_files.FOLDER_LABEL, above)):
+            names = {str(name) for name in table.columns[column] if str(name).lower() in image_files.USUAL_SPLITS}
             if len(names) > 1 and way.get("by") != "column" and not self.options["files"]:
                 what = (
                     f"Folders of the images are called {', '.join(sorted(names))}: they are splits, and would be mixed."
                 )
                 raise ConfigError(what, field=f"{FIELD}.split", value=way, remedy=f"Set {remedy}.")
-        if self.options["label"] == FOLDER_LABEL and way.get("column") != SPLIT:
-            deep = next((row for row, path in enumerate(table.columns[IMAGE]) if path.count("/") > 1), None)
+        if self.options["label"] == image_files.FOLDER_LABEL and way.get("column") != image_files.SPLIT:
+            deep = next((row for row, path in enumerate(table.columns[image_files.IMAGE]) if path.count("/") > 1), None)
             if deep is not None:
-                own, upper = (table.columns[column][deep] for column in (FOLDER_LABEL, SPLIT))
+                own, upper = (table.columns[column][deep] for column in (image_files.FOLDER_LABEL, image_files.SPLIT))
                 what = f"The class of an image is its own folder, such as '{own}'"
                 self._warnings.append(f"{what}; prepare.options.label=split takes the one above, such as '{upper}'.")
         return table
@@ -301,7 +272,7 @@ class ImageRows(TabularRows):
         return []
 
     def images(
-        self, labels: Sequence[Any], form: ImageForm, counts: dict[str, Any]
+        self, labels: Sequence[Any], form: image_files.ImageForm, counts: dict[str, Any]
     ) -> dict[str, Iterator[dict[str, Any]]]:
         """For every split its rows: `image` (the path), `pixels`, `labels` and `row_id`.
 
@@ -311,7 +282,10 @@ class ImageRows(TabularRows):
             counts: what becomes the statistics of the training images while these are read.
         """
         ids = self._ids()
-        paths, addresses = self.table.texts(self.options["image"] or IMAGE), self.table.columns[ADDRESS]
+        paths, addresses = (
+            self.table.texts(self.options["image"] or image_files.IMAGE),
+            self.table.columns[image_files.ADDRESS],
+        )
         first: dict[bytes, tuple[str, int]] = {}
 
         def read(split: str, chosen: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -320,7 +294,7 @@ class ImageRows(TabularRows):
                 place = self.table.places[row] if self.options["image"] else ""
                 pixels = form.read(addresses[row], "the folder of the table", place)
                 if split == "train":
-                    count_pixels(counts, pixels)
+                    image_files.count_pixels(counts, pixels)
                 before, other = first.setdefault(hashlib.sha256(pixels.tobytes()).digest(), (split, row))
                 pair = f"{paths[row]} is {paths[other]}"
                 if before != split:
@@ -346,23 +320,25 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """
     table = ImageRows(options, out)
     chosen = table.options
-    require_choice(chosen["fit"], FITS, field=f"{FIELD}.fit")
-    require_choice(chosen["colours"], MODES, field=f"{FIELD}.colours")
-    place = one_of(chosen, field=FIELD)
+    require_choice(chosen["fit"], image_files.FITS, field=f"{FIELD}.fit")
+    require_choice(chosen["colours"], image_files.MODES, field=f"{FIELD}.colours")
+    place = model_places.one_of(chosen, field=FIELD)
     size, normal = (None, None) if place is None else find_image_settings(place, field=FIELD)
-    if not 8 <= chosen["bits"] <= DEEP:
-        raise ConfigError("This is not a number of bits.", field=BITS, value=chosen["bits"], remedy="Give 8 to 16.")
+    if not 8 <= chosen["bits"] <= image_files.DEEP:
+        raise ConfigError(
+            "This is not a number of bits.", field=image_files.BITS, value=chosen["bits"], remedy="Give 8 to 16."
+        )
     form = {"size": _size(chosen["size"], size), **{name: chosen[name] for name in ("colours", "fit", "bits")}}
     if chosen["image"] and all(map(format_of, out.sources)):
         out.warnings.append("No folder with images is in prepare.sources, so that changed images are not noticed.")
     counts: dict[str, Any] = {}
     # The images are counted as the rows are read.
-    labels = label_rows(table, out.info)
+    labels = targets.label_rows(table, out.info)
     out.info.update(label=table.label, form=form, normal=normal, counts=counts)
-    names = {IMAGE: IMAGE, **({chosen["image"]: IMAGE} if chosen["image"] else {})}
+    names = {image_files.IMAGE: image_files.IMAGE, **({chosen["image"]: image_files.IMAGE} if chosen["image"] else {})}
     rename = {**chosen["rename"], **names}
-    out.info.update(note_form({}, {"rename": rename, "read": chosen["read"]}, optional=[IMAGE, "pixels"]))
-    return table.images(labels, ImageForm(**form), counts)
+    out.info.update(note_form({}, {"rename": rename, "read": chosen["read"]}, optional=[image_files.IMAGE, "pixels"]))
+    return table.images(labels, image_files.ImageForm(**form), counts)
 
 
 def _size(given: Any, of_model: list[int] | None) -> list[int]:
@@ -382,10 +358,10 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    own, loss = split_loss(options)
-    chosen, head = choose(own, MODEL, field="train.model"), head_settings(data.info)
-    form = ImageForm(**data.info["form"])
-    place = one_of(chosen, field="train.model")
+    own, loss = targets.split_loss(options)
+    chosen, head = choose(own, MODEL, field="train.model"), targets.head_settings(data.info)
+    form = image_files.ImageForm(**data.info["form"])
+    place = model_places.one_of(chosen, field="train.model")
     if place is not None:
         model = load_image_model(place, head, new_head=chosen["new_head"])
     elif chosen["config"]:
@@ -397,9 +373,9 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         ):
             what = f"The channels of each block must be a multiple of {_GROUP}."
             raise ConfigError(what, field="train.model.channels", value=channels, remedy="Give such as [32, 64].")
-        model = ImageNet(form.channels, len(head_names(data.info)), channels, chosen["dropout"])
+        model = ImageNet(form.channels, len(targets.head_names(data.info)), channels, chosen["dropout"])
     model = augment_training(model, chosen["augment"], field="train.model.augment")
-    return use_loss(model, loss, data.info)
+    return targets.use_loss(model, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
@@ -407,11 +383,11 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
     New rows have the path or the URL of an image instead of its pixels; relative ones start from the working directory.
     """
-    form = data.once("form", lambda: ImageForm(**data.info["form"], field=IMAGE))
+    form = data.once("form", lambda: image_files.ImageForm(**data.info["form"], field=image_files.IMAGE))
     pixels = np.stack([row["pixels"] if "pixels" in row else form.read(row["image"], str(Path.cwd())) for row in rows])
-    means, spreads = data.info["normal"] or mean_and_spread(data.info["counts"])
+    means, spreads = data.info["normal"] or image_files.mean_and_spread(data.info["counts"])
     values = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32) / 255
     batch = {"pixel_values": (values - torch.tensor(means).view(1, -1, 1, 1)) / torch.tensor(spreads).view(1, -1, 1, 1)}
     if "labels" in rows[0]:
-        batch["labels"] = label_tensor(rows)
+        batch["labels"] = targets.label_tensor(rows)
     return batch

@@ -41,17 +41,9 @@ from trainer_lib.recipes.causal_language_modeling import describe_likelihoods, m
 from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts import packed_batches
 from trainer_lib.recipes.texts.conversations import FIELD, ConversationSplits, Faults, read_question
 from trainer_lib.recipes.texts.judged_prompts import answer_prompts
-from trainer_lib.recipes.texts.packed_batches import (
-    NEW_TOKENS,
-    batch_prompts,
-    collate_rows,
-    continue_prompts,
-    end_tokens,
-    require_rows,
-    stop_at,
-)
 from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics as sum_likelihoods
 from trainer_lib.recipes.texts.packing import Document, new_counts, pack_documents
 from trainer_lib.recipes.texts.templates import KINDS, LOSSES, ChatTemplate, FaultyError, find_template
@@ -113,7 +105,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
     out.info.update(
         {name: chosen[name] for name in ("length", "overlong", "isolate", "loss_on", "system")},
-        new_columns={PROMPT: "string", NEW_TOKENS: "int64", QUESTION: "string"},
+        new_columns={PROMPT: "string", packed_batches.NEW_TOKENS: "int64", QUESTION: "string"},
         packed=chosen["pack"],
         shape=", ".join(shapes),
         shapes=dict(shapes),
@@ -125,7 +117,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         **note_form(
             {},
             chosen,
-            optional=[NEW_TOKENS, *_ASKED, "input_ids", "lengths", "trained", *mixed],
+            optional=[packed_batches.NEW_TOKENS, *_ASKED, "input_ids", "lengths", "trained", *mixed],
             gathered={"into": QUESTION, "names": _ASKED, "unless": "input_ids"},
         ),
     )
@@ -144,7 +136,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
 def _choose(options: PathOptions) -> dict[str, Any]:
     chosen = choose(options, DEFAULTS, field=FIELD)
-    require_rows(chosen)
+    packed_batches.require_rows(chosen)
     require_choice(chosen["loss_on"], LOSSES, field=f"{FIELD}.loss_on")
     if chosen["overlong"] is not None:
         require_choice(chosen["overlong"], _OVERLONG, field=f"{FIELD}.overlong")
@@ -250,7 +242,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises ConfigError as of texts.
     """
     model = build_text_model(options, data)
-    stop_at(model, end_tokens(kept_tokenizer(data)))
+    packed_batches.stop_at(model, packed_batches.end_tokens(kept_tokenizer(data)))
     return model
 
 
@@ -261,11 +253,11 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     most tokens of the answer (64).
     """
     if "input_ids" in rows[0]:
-        return collate_rows(rows, data.info)
+        return packed_batches.collate_rows(rows, data.info)
     template = ChatTemplate(kept_tokenizer(data), None)
-    wanted = [int(row.get(NEW_TOKENS, 64)) for row in rows]
+    wanted = [int(row.get(packed_batches.NEW_TOKENS, 64)) for row in rows]
     prompts = [ask(row, template, data, new) for row, new in zip(rows, wanted, strict=True)]
-    ids, mask = batch_prompts(prompts, pad=data.info["ends"]["pad_token_id"] or 0)
+    ids, mask = packed_batches.batch_prompts(prompts, pad=data.info["ends"]["pad_token_id"] or 0)
     return {"prompt_ids": ids, "prompt_mask": mask, "wanted_tokens": torch.tensor(wanted)}
 
 
@@ -298,7 +290,9 @@ class Trainer(TextTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.autocast_smart_context_manager():
-            new = continue_prompts(self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted_tokens"])
+            new = packed_batches.continue_prompts(
+                self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted_tokens"]
+            )
         return None, new, None
 
 

@@ -19,16 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from trainer_lib.recipes.shared import targets
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
-from trainer_lib.recipes.shared.targets import (
-    compute_metrics,
-    head_names,
-    label_rows,
-    label_tensor,
-    prediction_columns,
-    split_loss,
-    use_loss,
-)
+from trainer_lib.recipes.shared.targets import compute_metrics, prediction_columns
 from trainer_lib.recipes.tables.cells import with_parts
 from trainer_lib.recipes.tables.rows import TabularRows
 
@@ -70,7 +63,7 @@ def collate_table(rows: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | N
         "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
     }
     if "labels" in rows[0]:
-        batch["labels"] = label_tensor(rows)
+        batch["labels"] = targets.label_tensor(rows)
     return batch
 
 
@@ -142,16 +135,16 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         For every split its rows: the features by name, `labels` (of a class its number, 0 on) and `row_id`.
     """
     table = TabularRows(options, out)
-    labels = label_rows(table, out.info)
+    labels = targets.label_rows(table, out.info)
     out.info.update(table.info())
     return table.rows(labels)
 
 
 def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
     """Build the untrained network; `options` are the spec's `train.model`: those of `NET` and of `targets.LOSS`."""
-    own, loss = split_loss(options)
+    own, loss = targets.split_loss(options)
     chosen, numbers, texts = choose(own, NET, field="train.model"), data.info["numbers"], data.info["texts"]
-    return use_loss(TabularNet(numbers, texts, len(head_names(data.info)), **chosen), loss, data.info)
+    return targets.use_loss(TabularNet(numbers, texts, len(targets.head_names(data.info)), **chosen), loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:

@@ -22,16 +22,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 from typing_extensions import override
 
+from trainer_lib.recipes.shared import targets
 from trainer_lib.recipes.shared.model_places import build_classifier
 from trainer_lib.recipes.shared.recipe_options import LABEL, TEXTS, PathOptions
-from trainer_lib.recipes.shared.targets import (
-    compute_metrics,
-    label_rows,
-    label_tensor,
-    prediction_columns,
-    split_loss,
-    use_loss,
-)
+from trainer_lib.recipes.shared.targets import compute_metrics, prediction_columns
 from trainer_lib.recipes.tables.rows import TextRows
 from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
@@ -67,7 +61,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         For every split its rows: the texts by the name of their column, `labels` (of a class 0 on) and `row_id`.
     """
     table = ClassifiedTexts(options, out)
-    labels, chosen = label_rows(table, out.info), table.options
+    labels, chosen = targets.label_rows(table, out.info), table.options
     columns = {chosen[option]: table.texts_of(option) for option in table.text_options}
     train = table.splits["train"].tolist()
     tokenizer = find_tokenizer(chosen, (texts[row] for texts in columns.values() for row in train), out)
@@ -93,9 +87,9 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
-    own, loss = split_loss(options)
+    own, loss = targets.split_loss(options)
     model = build_classifier(own, data, head="ForSequenceClassification", task="SEQ_CLS")
-    return use_loss(model, loss, data.info)
+    return targets.use_loss(model, loss, data.info)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
@@ -106,5 +100,5 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
         tokenizer(*texts, padding=True, truncation=True, max_length=data.info["max_length"], return_tensors="pt")
     )
     if "labels" in rows[0]:
-        batch["labels"] = label_tensor(rows)
+        batch["labels"] = targets.label_tensor(rows)
     return batch

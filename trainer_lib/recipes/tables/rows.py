@@ -15,51 +15,10 @@ from typing_extensions import override
 from trainer_lib.data.rows.reading import FIELD as READ
 from trainer_lib.data.rows.reading import Reading
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.shared.recipe_options import (
-    CLASS,
-    DEFAULTS,
-    LABEL,
-    NUMBER,
-    ORDER,
-    SEVERAL,
-    TARGETS,
-    choose,
-    require_choice,
-)
-from trainer_lib.recipes.tables.cells import (
-    PARTS,
-    USUAL,
-    as_number,
-    as_text,
-    date_parts,
-    fold,
-    id_of,
-    is_index,
-    iso_dates,
-    looks_like_date,
-    looks_like_measure,
-    name_of,
-    number_form,
-    number_of,
-    part_names,
-    plain_value,
-    read_names,
-    read_reading,
-    text_of,
-)
+from trainer_lib.recipes.shared import recipe_options
+from trainer_lib.recipes.tables import cells, table_files
 from trainer_lib.recipes.tables.splitting import cut_rows, read_split
 from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
-from trainer_lib.recipes.tables.table_files import (
-    NOTE,
-    SOURCES,
-    Reader,
-    Table,
-    count_different,
-    naming_sources,
-    note_form,
-    read_table,
-    remedy_of,
-)
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import PrepareOutput
@@ -88,17 +47,19 @@ class TabularRows:
         parts: number that the network gets of a date or a free text -> mean and spread.
     """
 
-    defaults: Mapping[str, Any] = DEFAULTS
+    defaults: Mapping[str, Any] = recipe_options.DEFAULTS
     label_option: str = "label"
     """The option that names the column to predict."""
 
     def __init__(self, options: Mapping[str, Any], out: PrepareOutput) -> None:
-        self.options = choose(options, self.defaults, field=FIELD)
+        self.options = recipe_options.choose(options, self.defaults, field=FIELD)
         self.target = ""
-        if self.defaults.keys() >= LABEL.keys():
+        if self.defaults.keys() >= recipe_options.LABEL.keys():
             self.target = self.options["target"]
-            require_choice(self.target, TARGETS, field=f"{FIELD}.target")
-        require_choice(self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing")
+            recipe_options.require_choice(self.target, recipe_options.TARGETS, field=f"{FIELD}.target")
+        recipe_options.require_choice(
+            self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing"
+        )
         label = f"{FIELD}.{self.label_option}"
         if (named := self.options[self.label_option]) is None or isinstance(named, list):
             remedy = f"Name the column to predict: {label}=NAME."
@@ -106,8 +67,8 @@ class TabularRows:
             raise ConfigError("The recipe needs to know what to predict.", field=label, value=named, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
         self._way = way["by"]
-        self.table, self._problems = Table([], {}), list[DataError]()
-        with naming_sources(SOURCES):
+        self.table, self._problems = table_files.Table([], {}), list[DataError]()
+        with table_files.naming_sources(table_files.SOURCES):
             with self._noting():
                 self._set_up(way, out)
             raise_listed(self._problems)
@@ -115,7 +76,7 @@ class TabularRows:
     @property
     def _has_class(self) -> bool:
         """Whether rows have one class."""
-        return self.target in (CLASS, ORDER)
+        return self.target in (recipe_options.CLASS, recipe_options.ORDER)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -132,7 +93,7 @@ class TabularRows:
         files = {name: [str(path)] for name, path in self.options["files"].items()} or {"": list(out.sources)}
         starts: dict[str, range] = {}
         for name, addresses in files.items():
-            field = f"{FIELD}.files.{name}" if name else SOURCES
+            field = f"{FIELD}.files.{name}" if name else table_files.SOURCES
             part = self._read(addresses, field=field)
             starts[name] = range(len(self.table), len(self.table) + len(part))
             self.table.append(part, field=field)
@@ -161,7 +122,7 @@ class TabularRows:
         for name in features:
             with self._noting():
                 self._describe(name)
-        if self._has_class or self.target == SEVERAL:
+        if self._has_class or self.target == recipe_options.SEVERAL:
             self._warn_of_cases(self.label, self._codes[2])
         self._warnings += self.table.all_notes()
 
@@ -174,20 +135,20 @@ class TabularRows:
         numbers, values = self.table.numbers(self.label), self.table.count(self.label)
         numbers = numbers[np.isfinite(numbers)]
         most = _FEW_CLASSES if (numbers % 1).any() else max(_FEW_CLASSES, values / 2)
-        if len(numbers) == values and (different := count_different(numbers)) > most:
+        if len(numbers) == values and (different := table_files.count_different(numbers)) > most:
             what = f"The label '{self.label}' has {different:,} different numbers in {values:,} rows"
             remedy = f"Predict amounts ({FIELD}.target=number, or the recipe tabular-regression), or give few classes."
             raise DataError(f"{what}: amounts, not classes.", field=field, value=self.label, remedy=remedy)
 
-    def _read(self, addresses: Sequence[str], *, field: str) -> Table:
+    def _read(self, addresses: Sequence[str], *, field: str) -> table_files.Table:
         """The rows of some files."""
         chosen = self.options
-        reading = read_reading(chosen["read"])
+        reading = cells.read_reading(chosen["read"])
         named = dict.fromkeys(chosen.get("categorical", ()), partial(_named, reading=reading))
         merged = dict.fromkeys(chosen.get("merge", ()), partial(_folded, reading=reading))
-        readers: dict[str, Reader] = {**named, **merged, **self._readers(), chosen["id"]: id_of}
+        readers: dict[str, table_files.Reader] = {**named, **merged, **self._readers(), chosen["id"]: cells.id_of}
         ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
-        return read_table(
+        return table_files.read_table(
             addresses,
             rename=chosen["rename"],
             field=field,
@@ -198,17 +159,17 @@ class TabularRows:
             bad=self._problems,
         )
 
-    def _readers(self) -> dict[str, Reader]:
+    def _readers(self) -> dict[str, table_files.Reader]:
         """The columns whose values have a form of their own, such as a list of classes, with what reads them."""
         chosen = self.options
-        if self.target != SEVERAL:
+        if self.target != recipe_options.SEVERAL:
             return {}
         folds = chosen[self.label_option] in chosen.get("merge", ())
-        return {chosen[self.label_option]: partial(read_names, separator=chosen["label_separator"], folds=folds)}
+        return {chosen[self.label_option]: partial(cells.read_names, separator=chosen["label_separator"], folds=folds)}
 
     def _cut(self, way: Mapping[str, Any]) -> dict[str, np.ndarray]:
         keys: Sequence[str] = ()
-        if way["by"] == "stratified" and self.target == SEVERAL:
+        if way["by"] == "stratified" and self.target == recipe_options.SEVERAL:
             remedy = f"Set {FIELD}.split.by to random, group, time or column."
             what = "Rows of several classes have no class to cut by."
             raise ConfigError(what, field=f"{FIELD}.split.by", remedy=remedy)
@@ -224,7 +185,7 @@ class TabularRows:
     @cached_property
     def _codes(self) -> tuple[Any, np.ndarray, list[str]]:
         """The rows of the labels (a slice of all where all have one), the numbers of the labels, and their names."""
-        if self.target != SEVERAL:
+        if self.target != recipe_options.SEVERAL:
             return slice(None), *self.table.codes(self.label)
         lists = list(self.table.columns[self.label])
         names = sorted(set(chain.from_iterable(lists)))
@@ -235,7 +196,7 @@ class TabularRows:
     def _labels_of(self, chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The rows and the numbers of the labels of some rows."""
         rows, codes, _ = self._codes
-        if self.target != SEVERAL:
+        if self.target != recipe_options.SEVERAL:
             return chosen, codes[chosen]
         kept = np.frombuffer(self._mask(chosen), np.bool_)[rows]
         return rows[kept], codes[kept]
@@ -248,7 +209,7 @@ class TabularRows:
                 self.table.require(name, field=f"{FIELD}.{setting}")
         other = {self.label, chosen["id"], self._split_column, *chosen["ignore"]}
         names = [name for name in chosen["features"] or self.table.columns if name not in other]
-        if not chosen["features"] and (index := [name for name in names if is_index(name)]):
+        if not chosen["features"] and (index := [name for name in names if cells.is_index(name)]):
             is_first = index != [""] or next(iter(self.table.columns)) == ""
             why = "it is the index of a table that pandas wrote" if is_first else "it has no name"
             self._warn(index, f"{why} (prepare.options.features may name it)")
@@ -272,12 +233,12 @@ class TabularRows:
             self.texts[name] = sorted(set(compress(self.table.each_text(name), self._mask(self.splits["train"]))))
             self._warn_of_cases(name, self.texts[name])
             some = list(islice(filter(None, self.table.each_text(name)), _AT_ONCE))
-            if some and looks_like_date(some[0]):
+            if some and cells.looks_like_date(some[0]):
                 what = f"The column '{name}' looks like dates, and is read as texts"
                 self._warnings.append(f"{what} (prepare.options.dates={{{name}: null}} reads dates).")
             elif not some:
                 self._warnings.append(f"The column '{name}' has no values.")
-            elif all(map(looks_like_measure, some)):
+            elif all(map(cells.looks_like_measure, some)):
                 what = f"The column '{name}' is read as texts, such as '{some[0]}'"
                 self._warnings.append(f"{what}: write amounts as numbers without other characters.")
             return
@@ -293,18 +254,22 @@ class TabularRows:
             size = self.options["hashed"][name]
             if type(size) is not int or size < 1:
                 raise ConfigError("This is a number of numbers.", field=f"{FIELD}.hashed.{name}", value=size)
-            self._add_parts(name, {key: [0.0, size**-0.5] for key in part_names([], {name: size})[name]})
+            self._add_parts(name, {key: [0.0, size**-0.5] for key in cells.part_names([], {name: size})[name]})
             return
         if self.options["missing"] == "refuse":
             remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
             self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean.")
         setting, place = f"{FIELD}.dates.{name}", self.table.places.__getitem__
         form = self.options["dates"][name]
-        dates, self.dates[name] = iso_dates(self.table.texts(name), form, setting=setting, column=name, place=place)
+        dates, self.dates[name] = cells.iso_dates(
+            self.table.texts(name), form, setting=setting, column=name, place=place
+        )
         self.table.columns[name] = SpooledValues(Spool(), 1)
         self.table.columns[name].extend(dates)
-        values = np.array([date_parts(text) for text in dates], np.float64)
-        self._add_parts(name, {f"{name}.{part}": self.scale(values[:, at].copy()) for at, part in enumerate(PARTS)})
+        values = np.array([cells.date_parts(text) for text in dates], np.float64)
+        self._add_parts(
+            name, {f"{name}.{part}": self.scale(values[:, at].copy()) for at, part in enumerate(cells.PARTS)}
+        )
 
     def _add_parts(self, name: str, parts: Mapping[str, list[float]]) -> None:
         if taken := sorted(parts.keys() & self.table.columns.keys()):
@@ -336,15 +301,15 @@ class TabularRows:
     def _warn_of_forms(self, name: str) -> None:
         """Say how numbers are read that are not plain, or may be thousands without exception."""
         texts = [text for text in islice(self.table.columns[name], _AT_ONCE) if isinstance(text, str)]
-        odd = [text for text in texts if text not in USUAL and not _PLAIN_NUMBER.fullmatch(text)]
-        first = {number_form(text): text for text in reversed(odd or texts)}  # of every form
+        odd = [text for text in texts if text not in cells.USUAL and not _PLAIN_NUMBER.fullmatch(text)]
+        first = {cells.number_form(text): text for text in reversed(odd or texts)}  # of every form
         if odd:
             hint = f" (prepare.options.categorical=[{name}] reads names)" if any(map(str.isalnum, odd)) else ""
         elif ("?.", "") in first and (".", "") not in first:
             first, hint = {("?.", ""): first["?.", ""]}, f' ({READ}.decimal="," reads thousands)'
         else:
             return
-        said = ", ".join(f"'{text}' is {as_number(text):g}" for text in first.values())
+        said = ", ".join(f"'{text}' is {cells.as_number(text):g}" for text in first.values())
         self._warnings.append(f"The column '{name}' is read as numbers: {said}{hint}.")
 
     def _warn_of_cases(self, name: str, texts: Iterable[str]) -> None:
@@ -367,8 +332,8 @@ class TabularRows:
         Without `labels` they are the numbers in the column of the label.
         """
         ids = self._ids()
-        read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, as_number)
-        read |= dict.fromkeys([*self.texts, *self.dates, *self.options.get("hashed", ())], as_text)
+        read: dict[str, Callable[[Any], Any]] = dict.fromkeys(self.numbers, cells.as_number)
+        read |= dict.fromkeys([*self.texts, *self.dates, *self.options.get("hashed", ())], cells.as_text)
 
         def cut(chosen: np.ndarray) -> Iterator[dict[str, Any]]:
             mask = self._mask(chosen)
@@ -376,7 +341,7 @@ class TabularRows:
             for name in [column for column in read if column not in columns]:
                 columns[name] = map(read[name], compress(self.table.columns[name], mask))
             names = ("row_id", *columns, "labels")
-            known = map(as_number, compress(self.table.columns[self.label], mask))
+            known = map(cells.as_number, compress(self.table.columns[self.label], mask))
             last = known if labels is None else compress(labels, mask)
             for values in zip(compress(ids, mask), *columns.values(), last, strict=True):
                 yield dict(zip(names, values, strict=True))
@@ -398,7 +363,7 @@ class TabularRows:
         ids = self.table.columns[name]
         kinds = set(map(type, ids))
         digests = map(hash, self.table.each_text(name)) if str in kinds else ids
-        if count_different(np.fromiter(digests, np.int64, len(ids))) != len(ids):
+        if table_files.count_different(np.fromiter(digests, np.int64, len(ids))) != len(ids):
             raise DataError("Two rows have one id.", field=f"{FIELD}.id", value=name, remedy="Make the ids unique.")
         return self.table.texts(name) if len(kinds) > 1 else ids
 
@@ -426,7 +391,7 @@ class TabularRows:
                 what = f"{self.table.places[rows[first]]}: the label '{label}' in the split '{split}'"
                 raise DataError(f"{what} is in no row of train.", field=f"{FIELD}.split", remedy=remedy)
             absent = sorted(set(known) - {names[code] for code in np.flatnonzero(counts[split])}, key=_in_order)
-            if absent and self.target == SEVERAL:
+            if absent and self.target == recipe_options.SEVERAL:
                 self._warnings.append(f"The split '{split}' has no row of the class '{absent[0]}'.")
             elif absent and not self.options["absent_classes"]:
                 number = sum(count[names.index(absent[0])] for count in counts.values())
@@ -435,14 +400,14 @@ class TabularRows:
                 way = "Split by stratified without files, give" if other else "Give"
                 remedy = f"{way} more rows of it, or set {FIELD}.absent_classes=true."
                 raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
-        if known[0] == "-1" and (number_of(known[-1]) or 0) > 1:
+        if known[0] == "-1" and (cells.number_of(known[-1]) or 0) > 1:
             what = f"The label '{self.label}' has the class '-1', with which many data sets mark rows without a label"
             self._warnings.append(f"{what}: leave such rows out.")
-        return self._ordered(known) if self.target == ORDER else known
+        return self._ordered(known) if self.target == recipe_options.ORDER else known
 
     def _ordered(self, known: Sequence[str]) -> list[str]:
-        order, field = list(map(text_of, self.options["order"])), f"{FIELD}.order"
-        if not order and all(number_of(name) is not None for name in known):
+        order, field = list(map(cells.text_of, self.options["order"])), f"{FIELD}.order"
+        if not order and all(cells.number_of(name) is not None for name in known):
             return list(known)
         if len(set(order)) < len(order) or (new := next((name for name in known if name not in order), None)):
             what = "A class is there twice." if len(set(order)) < len(order) else f"The class '{new}' has no place."
@@ -455,7 +420,7 @@ class TabularRows:
         rows, codes, names = self._codes
         number = {name: index for index, name in enumerate(classes)}
         numbers = np.array([number[name] for name in names], np.min_scalar_type(len(names)))
-        if self.target != SEVERAL:
+        if self.target != recipe_options.SEVERAL:
             return memoryview(numbers[codes])
         whole: Any = np.zeros((len(self.table), len(classes)), np.uint8)
         whole[rows, numbers[codes]] = 1
@@ -482,8 +447,10 @@ class TabularRows:
         columns |= dict.fromkeys((name for name in chosen["categorical"] if columns.get(name) == "text?"), "name?")
         columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}
         dropped = [name for name in (*self.table.columns, *self.table.unread) if name not in columns]
-        form = note_form(columns, self.options, dropped=dropped)
-        form[NOTE] |= {"answer": self.table.kind_of_numbers(self.label)} if self.target == NUMBER else {}
+        form = table_files.note_form(columns, self.options, dropped=dropped)
+        form[table_files.NOTE] |= (
+            {"answer": self.table.kind_of_numbers(self.label)} if self.target == recipe_options.NUMBER else {}
+        )
         found = {"label": self.label, "numbers": {**self.numbers, **self.parts}, "texts": self.texts, **form}
         made = {"dates": list(self.dates), "hashed": dict(chosen["hashed"])}
         return found | {name: value for name, value in made.items() if value}
@@ -531,7 +498,7 @@ def raise_listed(problems: Sequence[DataError]) -> None:
     first, *others = problems
     if not others:
         raise first
-    lines = [f"  {problem.message}\n    -> {remedy_of(problem)}" for problem in problems[:_LISTED]]
+    lines = [f"  {problem.message}\n    -> {table_files.remedy_of(problem)}" for problem in problems[:_LISTED]]
     lines += [f"  and {len(problems) - _LISTED:,} more"] if len(problems) > _LISTED else []
     what = "\n".join([f"{first.message}\n", "All that prepare-data found:", *lines])
     raise DataError(what, field=first.field, value=first.value, remedy=first.remedy)
@@ -547,18 +514,18 @@ def describe_rounding(name: str, mean: float, spread: float) -> list[str]:
 
 
 def _folded(value: Any, place: str, *, reading: Reading) -> Any:
-    plain = plain_value(value, "", place, reading)
-    return fold(plain) if isinstance(plain, str) else plain
+    plain = cells.plain_value(value, "", place, reading)
+    return cells.fold(plain) if isinstance(plain, str) else plain
 
 
 def _named(value: Any, place: str, *, reading: Reading) -> Any:
-    plain = plain_value(value, "", place, reading)
-    return None if plain is None else name_of(plain)
+    plain = cells.plain_value(value, "", place, reading)
+    return None if plain is None else cells.name_of(plain)
 
 
 def _meaning(text: str) -> str | float:
     """The number that a text is, or else the text without what case and blanks say."""
-    return fold(text) if (number := number_of(text)) is None else number
+    return cells.fold(text) if (number := cells.number_of(text)) is None else number
 
 
 def _in_order(name: str) -> tuple[float, str]:

@@ -26,23 +26,7 @@ from trainer_lib.data.rows.reading import Reading
 from trainer_lib.data.rows.row_files import read_rows, read_sentences
 from trainer_lib.data.rows.row_sources import TABLES, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.recipes.tables.cells import (
-    USUAL,
-    as_float,
-    as_number,
-    as_text,
-    fold,
-    is_index,
-    looks_like_date,
-    name_of,
-    number_form,
-    number_of,
-    plain_value,
-    read_date,
-    read_reading,
-    read_texts,
-    text_of,
-)
+from trainer_lib.recipes.tables import cells
 from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 
 SOURCES = "prepare.sources"
@@ -178,8 +162,8 @@ class Table:
                 self._find_marks(name)
             return numbers if values and not others else None
         texts = ((row, value) for row, value in enumerate(self.columns[name]) if value is not None)
-        wrong = ((row, value) for row, value in texts if number_of(value) is None)
-        first = next((row for row, value in wrong if value not in USUAL), None)
+        wrong = ((row, value) for row, value in texts if cells.number_of(value) is None)
+        first = next((row for row, value in wrong if value not in cells.USUAL), None)
         if first is None:
             self._find_marks(name)
             self._with_words.add(name)
@@ -200,8 +184,8 @@ class Table:
         values = self.columns[name]
         rows: dict[tuple[str, str], int] = {}
         for row, value in enumerate(values):
-            if value is not None and value not in USUAL:
-                rows.setdefault(number_form(value), row)
+            if value is not None and value not in cells.USUAL:
+                rows.setdefault(cells.number_form(value), row)
         marks, units = {mark for mark, _ in rows}, {unit for _, unit in rows}
         comma = "," if "," in marks or (self._has_commas and "." not in marks) else ""
         for (mark, _), row in rows.items():
@@ -226,7 +210,8 @@ class Table:
         """True if the first values of a column are numbers with a decimal comma."""
         heads = (list(islice(values, _AT_ONCE)) for values in self.columns.values())
         return any(
-            any(number_form(value)[0] == "," for value in head) and all(map(_may_be_number, head)) for head in heads
+            any(cells.number_form(value)[0] == "," for value in head) and all(map(_may_be_number, head))
+            for head in heads
         )
 
     def count(self, name: str) -> int:
@@ -239,16 +224,16 @@ class Table:
         for start in range(0, len(self), _AT_ONCE):
             some = list(islice(values, _AT_ONCE))
             try:
-                numbers[start : start + len(some)] = list(map(as_float, some))
+                numbers[start : start + len(some)] = list(map(cells.as_float, some))
             except (TypeError, ValueError, OverflowError):
-                numbers[start : start + len(some)] = list(map(as_number, some))
+                numbers[start : start + len(some)] = list(map(cells.as_number, some))
                 self._marked.add(name)
         numbers[~np.isfinite(numbers)] = math.nan
         return numbers
 
     def each_text(self, name: str) -> Iterator[str]:
         """The values of a column as texts; empty where there is none. A whole number has no point."""
-        return map(as_text, self.columns[name])
+        return map(cells.as_text, self.columns[name])
 
     def texts(self, name: str) -> list[str]:
         """The texts of `each_text` as a list ``[rows]``."""
@@ -266,7 +251,7 @@ class Table:
 
     def refuse_gaps(self, name: str, remedy: str, *, but: Container[int] = ()) -> None:
         """Raise DataError when a value is missing in a column, in other rows than those of `but`."""
-        words = USUAL if name in self._with_words else ()
+        words = cells.USUAL if name in self._with_words else ()
         values = enumerate(self.columns[name])
         gaps = (row for row, value in values if (value is None or value != value or value in words) and row not in but)
         if (first := next(gaps, None)) is not None:
@@ -282,12 +267,12 @@ class Table:
             what += f", such as '{str(self.columns[name][0])[:40]}': it is not a category."
             first = str(self.columns[name][0])
             other = f"read its words: prepare.options.hashed={{{name}: 64}}"
-            other = f"read dates: prepare.options.dates={{{name}: null}}" if looks_like_date(first) else other
+            other = f"read dates: prepare.options.dates={{{name}: null}}" if cells.looks_like_date(first) else other
             raise DataError(what, field=SOURCES, remedy=f"Leave it out: prepare.options.ignore=[{name}]; or {other}.")
 
 
 def _may_be_number(value: Any) -> bool:
-    return value is None or number_of(value) is not None or number_form(value)[0] == "?,"
+    return value is None or cells.number_of(value) is not None or cells.number_form(value)[0] == "?,"
 
 
 def count_different(values: np.ndarray) -> int:
@@ -325,8 +310,8 @@ def read_table(
     """
     addresses = _find_addresses(sources, field)
     table = Table([], {})
-    own, reading = dict(readers or {}), read_reading(read or {})
-    lists = [name for name, reader in own.items() if reader is read_texts]
+    own, reading = dict(readers or {}), cells.read_reading(read or {})
+    lists = [name for name, reader in own.items() if reader is cells.read_texts]
     with naming_sources(field):
         for place, values in _read_files(addresses, lists, table.notes, reading, bad):
             try:
@@ -364,7 +349,7 @@ def _add_row(table: Table, row: Mapping[str, Any], place: str, readers: Mapping[
     for name, value in row.items():
         try:
             own = readers.get(name)
-            plain = own(value, f"{place}, column '{name}'") if own else plain_value(value, name, place, reading)
+            plain = own(value, f"{place}, column '{name}'") if own else cells.plain_value(value, name, place, reading)
         except DataError as error:
             if own:
                 raise
@@ -453,7 +438,7 @@ class TableForm:
         self.unknown: dict[str, tuple[int, str]] = {}
         self._rename: dict[str, str] = dict(note["rename"])
         answer = next((name for name, new in self._rename.items() if new == label), label)
-        self.reading = replace(read_reading(note.get("read") or {}), answer=answer)
+        self.reading = replace(cells.read_reading(note.get("read") or {}), answer=answer)
         self._dropped = None if note["dropped"] is None else frozenset(note["dropped"])
 
     @classmethod
@@ -480,7 +465,7 @@ class TableForm:
         name = self._rename.get(name, name)
         if name in self.columns or name in self._optional or any(part.startswith(f"{name}.") for part in self.columns):
             return False
-        return self._dropped is None or name in self._dropped or is_index(name)
+        return self._dropped is None or name in self._dropped or cells.is_index(name)
 
     def read(self, values: Mapping[str, Any], place: str) -> dict[str, Any]:
         """A row of the model's columns, of the values that its file has.
@@ -539,14 +524,14 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
     is_number = kind.startswith("number")
     if kind == "words":
         words = value.tolist() if isinstance(value, np.ndarray) else value
-        found: Any = read_texts(words, f"{place}, column '{name}'") or None
+        found: Any = cells.read_texts(words, f"{place}, column '{name}'") or None
     elif kind == "exact":
         if not isinstance(value, str | None):
             raise refuse_row(place, name, f"a {type(value).__name__} is not a text")
         found = value if value and value.strip() else None
     else:
-        found = plain_value(value, name, place, reading)
-        found = None if is_number and str(found) in USUAL else found
+        found = cells.plain_value(value, name, place, reading)
+        found = None if is_number and str(found) in cells.USUAL else found
     if found is None:
         if not may_lack:
             raise refuse_row(place, name, "there is no value, and the model was trained without gaps")
@@ -555,7 +540,7 @@ def _read(value: Any, kind: str, name: str, place: str, reading: Reading) -> Any
 
 
 def _as_number(found: Any, kind: str, name: str, place: str) -> float:
-    (mark, unit), marks = number_form(found), kind.removeprefix("number")
+    (mark, unit), marks = cells.number_form(found), kind.removeprefix("number")
     if mark in ("?,", "?.") and "," in marks:
         what = f"'{found}' can be read in two ways: the training had decimal commas ({READ}.decimal)"
         raise refuse_row(place, name, what)
@@ -563,7 +548,7 @@ def _as_number(found: Any, kind: str, name: str, place: str) -> float:
     if (isinstance(found, str) and unit != known and "%" in unit + known) or (unit and known and unit != known):
         ours, theirs = (f"in {one}" if one else "without a unit" for one in (unit, known))
         raise refuse_row(place, name, f"'{found[:40]}' is a number {ours}, and those of the training are {theirs}")
-    if (number := number_of(found)) is None:
+    if (number := cells.number_of(found)) is None:
         raise refuse_row(place, name, f"'{str(found)[:40]}' is not a number")
     return number
 
@@ -574,8 +559,8 @@ def _as_kind(found: Any, kind: str, name: str, place: str) -> Any:
             raise refuse_row(place, name, f"'{str(found)[:40]}' is neither true nor false, as in the training")
         return number
     if kind.startswith("date:"):
-        return read_date(str(found), kind.removeprefix("date:"), name, place)
+        return cells.read_date(str(found), kind.removeprefix("date:"), name, place)
     if kind == "name":
-        return name_of(found)
-    text = text_of(found) if kind in ("text", "folded") else found
-    return fold(text) if kind == "folded" else text
+        return cells.name_of(found)
+    text = cells.text_of(found) if kind in ("text", "folded") else found
+    return cells.fold(text) if kind == "folded" else text

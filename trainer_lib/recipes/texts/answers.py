@@ -17,34 +17,14 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.recipes.shared.model_places import (
-    DTYPES,
-    ENDS,
-    MODEL,
-    add_adapters,
-    as_it_began,
-    load_causal_model,
-    new_causal_model,
-    one_of,
-    quantized,
-    require_positions,
-)
+from trainer_lib.recipes.shared import model_places
 from trainer_lib.recipes.shared.recipe_options import TEXTS, require_choice
 from trainer_lib.recipes.tables.cells import read_exact_text
 from trainer_lib.recipes.tables.rows import FIELD, TextRows, raise_listed
 from trainer_lib.recipes.tables.table_files import NOTE, SOURCES, Reader, note_form
+from trainer_lib.recipes.texts import packed_batches
 from trainer_lib.recipes.texts.conversations import parse_turns, read_conversation, role_of, split_prompts, turns_of
-from trainer_lib.recipes.texts.packed_batches import (
-    NO_TARGET,
-    batch_prompts,
-    collate_documents,
-    continue_prompts,
-    end_tokens,
-    evaluating,
-    mean_of_rows,
-    preprocess_logits_for_metrics,
-    stop_at,
-)
+from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics
 from trainer_lib.recipes.texts.templates import ChatTemplate, FaultyError, find_template
 from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer
 from trainer_lib.trainer import Trainer as PlainTrainer
@@ -69,7 +49,7 @@ REFERENCE: dict[str, Any] = {
 }
 """The options of the reference, with their defaults."""
 POLICY: dict[str, Any] = {
-    **MODEL,
+    **model_places.MODEL,
     "config": None,  # belongs to prepare, as load_in does
     "beta": 0.1,  # how much a distance from the reference counts
     "new_tokens": 64,  # the most tokens of an answer that is generated for a new prompt
@@ -151,8 +131,8 @@ class AnsweredPrompts(TextRows):
                 is not such a model, or it does not read as many tokens.
         """
         chosen = self.options
-        if (place := one_of(chosen, field=FIELD)) is not None:
-            require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
+        if (place := model_places.one_of(chosen, field=FIELD)) is not None:
+            model_places.require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
         require_choice(chosen["loss_on"], _LOSSES, field=f"{FIELD}.loss_on")
         train = (texts[name][row] for row in self.splits["train"].tolist() for name in texts)
         if self.is_chat:
@@ -166,7 +146,7 @@ class AnsweredPrompts(TextRows):
         out.info.update(
             {**names, **{name: chosen[name] for name in ("max_length", "system", "loss_on")}, "is_chat": self.is_chat},
             new_columns=dict.fromkeys(known, "string"),
-            ends={name: getattr(tokenizer, name) for name in ENDS},
+            ends={name: getattr(tokenizer, name) for name in model_places.ENDS},
             **note_form(needed, chosen, optional=known),
         )
         out.info[NOTE]["turns"] = self.is_chat
@@ -182,9 +162,9 @@ class AnsweredPrompts(TextRows):
 
         Raises DataError: one is not finite. ConfigError: transformers cannot load the model.
         """
-        chosen, place = self.options, one_of(self.options, field=FIELD)
-        require_choice(chosen["dtype"], DTYPES, field=f"{FIELD}.dtype")
-        quantized(chosen["load_in"], place=place, adapted=True, field=FIELD)
+        chosen, place = self.options, model_places.one_of(self.options, field=FIELD)
+        require_choice(chosen["dtype"], model_places.DTYPES, field=f"{FIELD}.dtype")
+        model_places.quantized(chosen["load_in"], place=place, adapted=True, field=FIELD)
         noted = {name: chosen[name] for name in REFERENCE if name != "load_in" or chosen[name]}
         out.info.update(noted, reference=chosen["pretrained"], has_place=place is not None)
         model, pad = build_first(out.info, place, field=FIELD), out.info["ends"]["pad_token_id"]
@@ -321,13 +301,13 @@ def collate_answers(rows: Sequence[Mapping[str, Any]], data: DataInfo, names: Se
     known = [info[name] for name in names if info[name] in rows[0]]
     columns = [[str(row.get(column, "")) for row in rows] for column in (info["prompt"], *known)]
     if not known:
-        ids, mask = batch_prompts(reader.ask(columns[0]), pad=tokenizer.pad_token_id)
+        ids, mask = packed_batches.batch_prompts(reader.ask(columns[0]), pad=tokenizer.pad_token_id)
         return {"input_ids": ids, "attention_mask": mask}
     prompts, *texts = split_prompts(*columns, places=places) if info.get("is_chat") else columns
     answers = [answer for column in reader.read(prompts, texts)[0] for answer in column]
-    batch = collate_documents(answers, pad=tokenizer.pad_token_id)
+    batch = packed_batches.collate_documents(answers, pad=tokenizer.pad_token_id)
     targets = batch["targets"] = batch.pop("labels")
-    made = {"lengths": torch.stack((targets != NO_TARGET).sum(dim=1).chunk(len(known)), dim=1)}
+    made = {"lengths": torch.stack((targets != packed_batches.NO_TARGET).sum(dim=1).chunk(len(known)), dim=1)}
     if "labels" in rows[0]:
         made["labels"] = torch.tensor([int(row["labels"]) for row in rows])
     if f"reference_{names[0]}" in rows[0]:
@@ -355,7 +335,7 @@ def score_answers(model: Any, answers: Sequence[Mapping[str, Any]], *, pad: int)
     with torch.no_grad():
         for start in range(0, len(order), _TOGETHER):
             rows = order[start : start + _TOGETHER]
-            batch = collate_documents([answers[row] for row in rows], pad=pad)
+            batch = packed_batches.collate_documents([answers[row] for row in rows], pad=pad)
             batch["targets"] = batch.pop("labels")
             on_device = {name: tensor.to(device) for name, tensor in batch.items()}
             found[rows] = log_probabilities(model, on_device).double().cpu().numpy()
@@ -372,13 +352,13 @@ def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> An
         field: the setting that names it. Raises as `load_causal_model`.
     """
     if place is not None:
-        settings = quantized(info.get("load_in"), place=place, adapted=True, field=field)
+        settings = model_places.quantized(info.get("load_in"), place=place, adapted=True, field=field)
         known = {name: info[name] for name in ("dtype", "vocabulary")}
-        return load_causal_model(place, field=field, settings=settings, **known)
+        return model_places.load_causal_model(place, field=field, settings=settings, **known)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(info["seed"])
         facts = {"length": info["max_length"], "vocabulary": info["vocabulary"], "ends": info["ends"]}
-        return new_causal_model(info["config"], **facts, field="prepare.options")
+        return model_places.new_causal_model(info["config"], **facts, field="prepare.options")
 
 
 def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.Module:
@@ -392,17 +372,17 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
         ConfigError: transformers cannot load it, or it is not that of prepare.
     """
     require_above_zero("beta", chosen["beta"])
-    place = one_of(chosen, field="train.model")
+    place = model_places.one_of(chosen, field="train.model")
     _require_reference(chosen, place, data)
     adapted = bool(chosen["adapter"])
-    quantized(data.info.get("load_in"), place=place, adapted=adapted, field="prepare.options")
+    model_places.quantized(data.info.get("load_in"), place=place, adapted=adapted, field="prepare.options")
     build = partial(build_first, data.info, place, field="train.model")
     model = build()
     model.config.use_cache = False  # training has no use for it
     remedy = "Give pretrained or folder in prepare.options and in train.model."
-    model = add_adapters(model, chosen["adapter"], place=place, remedy=remedy)
+    model = model_places.add_adapters(model, chosen["adapter"], place=place, remedy=remedy)
     if data.info.get("is_chat"):
-        stop_at(model, end_tokens(kept_tokenizer(data)))
+        packed_batches.stop_at(model, packed_batches.end_tokens(kept_tokenizer(data)))
     model.preference = {name: chosen[name] for name in ("beta", *names)}
     model.build_first, model.new_tokens = build, chosen["new_tokens"]
     built: nn.Module = model
@@ -455,7 +435,7 @@ class AnswerTrainer(PlainTrainer):
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
         losses, rewards = self.judge(model, inputs)
-        loss = mean_of_rows(losses, num_items_in_batch)
+        loss = packed_batches.mean_of_rows(losses, num_items_in_batch)
         return (loss, {"loss": loss, "rewards": rewards}) if return_outputs else loss
 
     @override
@@ -494,7 +474,7 @@ class PolicyTrainer(AnswerTrainer):
         rows: Any = self.train_dataset
         device = next(self.model.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in self.data_collator([rows[0]]).items()}
-        with evaluating(self.model):
+        with packed_batches.evaluating(self.model):
             own, reference = self.log_probabilities(self.model, inputs), inputs["reference"]
         is_rough = self.args.bf16 or self.args.fp16 or own.dtype != next(self.model.parameters()).dtype
         share, nats = (1e-2, 0.5) if is_rough else (1e-3, 1e-2)
@@ -525,11 +505,11 @@ class PolicyTrainer(AnswerTrainer):
         ids = inputs["input_ids"]
         wanted = torch.full((len(ids),), built.new_tokens, device=ids.device)
         with self.autocast_smart_context_manager():  # always the most likely token
-            return continue_prompts(built, ids, inputs["attention_mask"], wanted)
+            return packed_batches.continue_prompts(built, ids, inputs["attention_mask"], wanted)
 
     def _ask_reference(self, inputs: Any) -> Tensor:
         """Log-probabilities of new rows by the reference: the model without adapters, or as it began."""
-        with as_it_began(self.model, lambda: self._build_first(inputs["input_ids"].device)) as reference:
+        with model_places.as_it_began(self.model, lambda: self._build_first(inputs["input_ids"].device)) as reference:
             return self.log_probabilities(reference, inputs)
 
     def _build_first(self, device: torch.device) -> Any:
