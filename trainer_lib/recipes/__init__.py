@@ -58,7 +58,6 @@ __all__ = [
     "Hook",
     "PrepareOutput",
     "Recipe",
-    "create_empty_recipe",
     "default_prediction_columns",
     "load",
     "refuse_hidden_packages",
@@ -457,11 +456,6 @@ def load(
         raise user_error(error, root) from error
     other = None if fallback is None else load(fallback, root, needs=())
     return Recipe(module, path, root, needs, other)
-
-
-def create_empty_recipe(root: Path) -> Recipe:
-    """A recipe without functions, for a stage that needs none."""
-    return Recipe(ModuleType("_trainflow_no_recipe"), root, root, ())
 
 
 def refuse_hidden_packages() -> None:

@@ -35,7 +35,7 @@ from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts import packed_batches, tokenizing
 from trainer_lib.recipes.texts.documents import FIELD, DocumentSplits
 from trainer_lib.recipes.texts.judged_prompts import answer_prompts
-from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics
+from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics  # noqa: F401 - of the recipe
 from trainer_lib.recipes.texts.packing import new_counts, pack_documents
 from trainer_lib.trainer import Trainer as PlainTrainer
 
@@ -74,8 +74,6 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     if place is not None:
         model_places.require_positions(place, chosen["length"], field=f"{FIELD}.length")
     texts = DocumentSplits(chosen, out.sources, out.mixture)
-    for name in chosen["pack"]:
-        require_choice(name, tuple(texts.names), field=f"{FIELD}.pack")
     if place is None:
         train = (document.text for document in texts.read("train"))
         tokenizer = tokenizing.learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
@@ -168,7 +166,7 @@ class Trainer(PlainTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.autocast_smart_context_manager():
-            found = packed_batches.row_likelihoods(model, batch, preprocess_logits_for_metrics)
+            found = packed_batches.row_likelihoods(model, batch)
             if "prompt_ids" in batch:
                 new = packed_batches.continue_prompts(
                     self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted"]

@@ -182,7 +182,6 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
             raise ConfigError(what, field=f"{FIELD}.positive", value=table.label, remedy="Give rows with other texts.")
     out.info.update(
         {name: chosen[name] for name in ("query", "positive", "query_prefix", "positive_prefix", "max_length")},
-        pad_token_id=tokenizer.pad_token_id,
         **note_form({chosen["query"]: "text"}, chosen),
     )
     texts = [chosen["query_prefix"] + text for text in queries]
@@ -235,12 +234,9 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     batch = {name: made[name] for name in ("input_ids", "attention_mask")}
     if not has_both:
         return batch
-    numbers = {
-        name: torch.tensor([row[column] for row in rows])
-        for name, column in (("places", "place"), ("labels", "labels"))
-    }
+    places, labels = (torch.tensor([row[name] for row in rows]) for name in ("place", "labels"))
     pairs = [(row[info["query"]], row[info["positive"]]) for row in rows]
-    return {**numbers, **batch, "is_right": _find_right(pairs)}
+    return {"places": places, "labels": labels, **batch, "is_right": _find_right(pairs)}
 
 
 def _find_right(pairs: Sequence[tuple[str, str]]) -> Tensor:

@@ -37,7 +37,7 @@ from trainer_lib.recipes.tables.cells import parse_literal, read_exact_text
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import SOURCES, TRUTH, Reader, note_form
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts, find_usual
-from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer, load_fast_tokenizer
+from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -231,12 +231,11 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     contexts = [str(context) for context in table.table.columns[chosen["context"]]]
     train = table.splits["train"].tolist()
     texts = (text for row in train for text in (questions[row], contexts[row]))
-    tokenizer = find_tokenizer(chosen, texts, out, load=load_fast_tokenizer)
+    tokenizer = find_tokenizer(chosen, texts, out, is_fast=True)
     out.info.update(
         {name: chosen[name] for name in ("question", "context", "max_length", "stride", "max_answer")},
         label=table.label,
         has_unanswerable=not all(answers[row] for row in train),
-        pad_token_id=tokenizer.pad_token_id,
         **note_form({chosen["question"]: "text", chosen["context"]: "exact"}, chosen),
     )
     _require_room(questions, tokenizer, chosen, table.table.places)

@@ -27,8 +27,8 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs, measure_preferences
 from trainer_lib.recipes.preference_optimization import prediction_columns as describe_pairs
-from trainer_lib.recipes.shared.model_places import FIELD, MODEL, build_with_head, one_of, require_head
-from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
+from trainer_lib.recipes.shared.model_places import build_classifier
+from trainer_lib.recipes.shared.recipe_options import PathOptions
 from trainer_lib.recipes.texts.answers import ANSWERED, AnswerTrainer, collate_answers
 
 if TYPE_CHECKING:
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 COMPLETION = "completion"
 """The column of new rows with an answer."""
-_HEAD = "ForSequenceClassification"
 _SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
           "num_attention_heads": 4}  # fmt: skip
 
@@ -79,14 +78,9 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, or its head has other outputs.
     """
-    chosen = choose(options, {**MODEL, "new_head": False}, field=FIELD)
-    place, names = one_of(chosen, field=FIELD), {"id2label": {0: "reward"}, "label2id": {"reward": 0}}
-    if place is not None:
-        require_head(place, _HEAD, 1, is_new=chosen["new_head"])
     small = {**_SMALL, "max_position_embeddings": data.info["max_length"]}
-    settings = {"pad_token_id": data.info["pad_token_id"], **names}
-    model: nn.Module = build_with_head(chosen, data, head=_HEAD, task="SEQ_CLS", small=small, **settings)
-    return model
+    settings = {"pad_token_id": data.info["pad_token_id"], "id2label": {0: "reward"}, "label2id": {"reward": 0}}
+    return build_classifier(options, data, head="ForSequenceClassification", task="SEQ_CLS", small=small, **settings)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:

@@ -90,7 +90,6 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         {name: chosen[name] for name in ("text", "prefix", "max_length", "target_length")},
         label=table.label,
         lead_words=int(np.median([len(targets[row].split()) for row in train])),
-        pad_token_id=tokenizer.pad_token_id,
         eos_token_id=tokenizer.eos_token_id,
         **note_form({chosen["text"]: "text"}, chosen),
     )

@@ -95,8 +95,6 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     if place is not None:
         require_positions(place, chosen["length"], field=f"{FIELD}.length")
     splits = ConversationSplits(chosen, out.sources, out.mixture)
-    for name in chosen["pack"]:
-        require_choice(name, tuple(splits.names), field=f"{FIELD}.pack")
     shapes = _refuse_faults(splits, chosen["faulty"])
     read = (conversation for conversation in splits.read("train") if not conversation.fault)
     template = find_template(chosen, (text for conversation in read for text in conversation.texts()), out)

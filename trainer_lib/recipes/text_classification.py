@@ -69,7 +69,6 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         label=table.label,
         texts=list(columns),
         max_length=chosen["max_length"],
-        pad_token_id=tokenizer.pad_token_id,
         **note_form(dict.fromkeys(columns, "text"), chosen),
     )
     count_cut_texts(out, tokenizer, *columns.values(), longest=chosen["max_length"])

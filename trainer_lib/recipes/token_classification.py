@@ -35,7 +35,7 @@ from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import SOURCES, Reader, note_form
 from trainer_lib.recipes.texts.packed_batches import NO_TARGET
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, find_usual, pad_rows
-from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer, load_word_tokenizer
+from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -212,13 +212,12 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     number = {name: index for index, name in enumerate(classes)}
     labels = [[number[tag] for tag in row] for row in tags]
     train = table.splits["train"].tolist()
-    tokenizer = find_tokenizer(chosen, (" ".join(words[row]) for row in train), out, load=load_word_tokenizer)
+    find_tokenizer(chosen, (" ".join(words[row]) for row in train), out, of_words=True)
     out.info.update(
         label=table.label,
         classes=classes,
         words=chosen["words"],
         max_length=chosen["max_length"],
-        pad_token_id=tokenizer.pad_token_id,
         **note_form({chosen["words"]: "words"}, chosen),
     )
     usual, most = find_usual(pair for row in train for pair in zip(words[row], labels[row], strict=True))

@@ -148,15 +148,15 @@ def build_with_head(
     return add_adapters(model, chosen["adapter"], place=place, task=task)
 
 
-def build_classifier(options: Mapping[str, Any], data: DataInfo, *, head: str, task: str) -> nn.Module:
-    """Build a model for the labels of the data; arguments as of `build_with_head`.
+def build_classifier(options: Mapping[str, Any], data: DataInfo, *, head: str, task: str, **settings: Any) -> nn.Module:
+    """Build a model for the labels of the data, or those of `settings`; arguments as of `build_with_head`.
 
     Raises:
         ConfigError: transformers cannot load it, or its head was trained for another number of classes.
     """
     chosen = choose(options, {**MODEL, "new_head": False}, field=FIELD)
-    place, settings = one_of(chosen, field=FIELD), head_settings(data.info)
-    if place is not None:
+    settings = settings or head_settings(data.info)
+    if (place := one_of(chosen, field=FIELD)) is not None:
         require_head(place, head, len(settings["id2label"]), is_new=chosen["new_head"])
     model: nn.Module = build_with_head(chosen, data, head=head, task=task, **settings)
     return model

@@ -20,6 +20,7 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.rows.row_files import read_rows, read_utf8
 from trainer_lib.data.rows.row_sources import FORMATS, RowFile, find_installed_files, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.recipes.shared.recipe_options import require_choice
 from trainer_lib.recipes.tables.cells import read_reading, text_of
 from trainer_lib.recipes.tables.splitting import cut_rows, read_split
 from trainer_lib.recipes.tables.table_files import SOURCES, naming_sources, renamed_row
@@ -45,7 +46,7 @@ class DocumentSplits:
     """Documents by split. All are read once to count them; then splits are read as they are needed.
 
     Args:
-        options: `text` (a column), `rename`, `read`, `separator`, `files` and `split`.
+        options: `text` (a column), `rename`, `read`, `separator`, `files`, `split` and `pack`.
         sources: the spec's `prepare.sources`.
         mixture: their names in a mixture; empty: there is none.
 
@@ -70,6 +71,8 @@ class DocumentSplits:
             self._chosen = self._cut()
         names = self._files or self._chosen
         self.names = sorted(names, key=lambda name: name != "train")
+        for name in options.get("pack", ()):
+            require_choice(name, tuple(self.names), field=f"{FIELD}.pack")
 
     def read(self, name: str) -> Iterator[TextDocument]:
         """The documents of a split, in the order of the files."""
@@ -94,16 +97,8 @@ class DocumentSplits:
                 yield document._replace(source=name)
 
     def _read(self, sources: Sequence[str], field: str) -> Iterator[TextDocument]:
-        chosen = self._options
-        return read_documents(
-            sources,
-            text=chosen["text"],
-            rename=chosen["rename"],
-            separator=chosen["separator"],
-            field=field,
-            read=chosen.get("read"),
-            ignore=chosen.get("ignore", ()),
-        )
+        names = self._options.keys() & {"text", "rename", "separator", "read", "ignore"}
+        return read_documents(sources, field=field, **{name: self._options[name] for name in names})
 
     def _cut(self) -> dict[str, np.ndarray]:
         way = read_split(self._options["split"], by="random")

@@ -112,12 +112,8 @@ def _build_again(model: nn.Module, first: Callable[[], nn.Module] | None) -> nn.
     return model if first is None else first().to(next(model.parameters()).device).eval()
 
 
-@dataclass(frozen=True)
-class _Measured:
-    """Answers to all prompts, and of those with an expected answer whether it is right."""
-
-    answers: list[str]
-    right: list[bool | None]
+_Measured = tuple[list[str], list[bool | None]]
+"""Answers to all prompts, and of those with an expected answer whether it is right."""
 
 
 def _measure(
@@ -130,14 +126,14 @@ def _measure(
         prompt.judges(answer, chosen["judge"]) if prompt.expected else None
         for prompt, answer in zip(prompts, answers, strict=True)
     ]
-    return _Measured(answers, right)
+    return answers, right
 
 
 def _compare(now: _Measured, before: _Measured | None) -> Iterator[tuple[str, float]]:
     """Metrics of the judged prompts; with the model before training, the difference and the test of it."""
     from scipy.stats import binomtest
 
-    right = np.array([value for value in now.right if value is not None], float)
+    right = np.array([value for value in now[1] if value is not None], float)
     if not len(right):
         return
     interval = binomtest(int(right.sum()), len(right)).proportion_ci(0.95, method="wilson")
@@ -146,20 +142,16 @@ def _compare(now: _Measured, before: _Measured | None) -> Iterator[tuple[str, fl
     yield "answers_right_high", float(interval.high)
     if before is None:
         return
-    earlier = np.array([value for value in before.right if value is not None], float)
+    earlier = np.array([value for value in before[1] if value is not None], float)
     gained, lost = int((right > earlier).sum()), int((right < earlier).sum())
     yield "answers_right_before", float(earlier.mean())
-    yield from _gain("answers_gain", right - earlier)
-    yield "answers_gain_p", float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
-
-
-def _gain(name: str, differences: np.ndarray) -> Iterator[tuple[str, float]]:
-    """A mean difference, positive where the model became better, and its interval over resamples of the prompts."""
+    differences = right - earlier
     chosen = np.random.default_rng(0).integers(len(differences), size=(_RESAMPLES, len(differences)))
     low, high = np.quantile(differences[chosen].mean(axis=1), (0.025, 0.975))
-    yield name, float(differences.mean())
-    yield f"{name}_low", float(low)
-    yield f"{name}_high", float(high)
+    yield "answers_gain", float(differences.mean())
+    yield "answers_gain_low", float(low)
+    yield "answers_gain_high", float(high)
+    yield "answers_gain_p", float(binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
 
 
 def _write(prompts: Sequence[Prompt], now: _Measured, before: _Measured | None) -> dict[str, bytes]:
@@ -168,10 +160,10 @@ def _write(prompts: Sequence[Prompt], now: _Measured, before: _Measured | None) 
     for number, prompt in enumerate(prompts):
         row: dict[str, Any] = {"prompt": prompt.text}
         if before is not None:
-            row["before"] = before.answers[number]
-        row["after" if before is not None else "answer"] = now.answers[number]
+            row["before"] = before[0][number]
+        row["after" if before is not None else "answer"] = now[0][number]
         if any(other.expected for other in prompts):
-            row |= {"expected": " | ".join(prompt.expected), "right": now.right[number]}
+            row |= {"expected": " | ".join(prompt.expected), "right": now[1][number]}
         rows.append(
             {name: value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value for name, value in row.items()}
         )

@@ -306,19 +306,18 @@ def batch_prompts(prompts: Sequence[Sequence[int]], *, pad: int) -> tuple[Tensor
     return ids, (torch.arange(width) >= width - used[:, None]).long()
 
 
-def row_likelihoods(model: nn.Module, batch: Mapping[str, Tensor], reduce: Any) -> Tensor:
+def row_likelihoods(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """The negative log-likelihoods of texts, and their targets ``[rows, 2]``: the sums over their pieces.
 
-    Args:
-        batch: as `collate_texts` makes it.
-        reduce: what makes ``[pieces, 2]`` of logits and labels.
+    The batch is as `collate_texts` makes it.
     """
     rows, row_of = len(batch["wanted"]), batch["row_of"]
     found = torch.zeros(rows, 2, device=row_of.device)
     for start in range(0, len(row_of), rows):  # a long text has many pieces: as many at a time as there are rows
         part = slice(start, start + rows)
         logits = model(input_ids=batch["input_ids"][part], attention_mask=batch["attention_mask"][part])["logits"]
-        found.index_add_(0, row_of[part], reduce(logits, batch["labels"][part]).to(found.dtype))
+        sums = preprocess_logits_for_metrics(logits, batch["labels"][part])
+        found.index_add_(0, row_of[part], sums.to(found.dtype))
     return found
 
 

@@ -22,7 +22,7 @@ import numpy as np
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.recipes.shared.model_places import one_of
 from trainer_lib.recipes.texts.conversations import FIELD, Conversation
-from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer, load_fast_tokenizer, note_tokenizer
+from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer, load_tokenizer, note_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import PrepareOutput
@@ -265,7 +265,7 @@ def find_template(chosen: Mapping[str, Any], texts: Iterable[str], out: PrepareO
     if place is None:
         tokenizer = learn_byte_tokenizer(texts, vocabulary=chosen["vocabulary"], special=(TURN, END))
     else:
-        tokenizer = load_fast_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD)
+        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD, is_fast=True)
     template = ChatTemplate(tokenizer, chosen["template"] or ("chatml" if place is None else None))
     note_tokenizer(tokenizer, out)
     return template

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,49 +33,61 @@ def find_tokenizer(
     out: PrepareOutput,
     *,
     of_bytes: bool = False,
-    load: Callable[..., Any] | None = None,
+    is_fast: bool = False,
+    of_words: bool = False,
 ) -> Any:
     """The tokenizer of the model that the options name, else one that is learned; kept next to the data and noted.
 
     Args:
         texts: those of training.
         of_bytes: learn a vocabulary that can write any text.
-        load: loads that of a model; None: `load_tokenizer`.
+        is_fast, of_words: as of `load_tokenizer`.
 
     Raises:
         ConfigError: as `load_tokenizer`.
     """
     place, vocabulary = one_of(chosen, field=FIELD), chosen["vocabulary"]
     if place is not None:
-        tokenizer = (load or load_tokenizer)(place, pad_token=chosen["pad_token"], field=FIELD)
+        form = {"is_fast": is_fast, "of_words": of_words}
+        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD, **form)
     elif of_bytes:
         tokenizer = learn_byte_tokenizer(texts, vocabulary=vocabulary)
     else:
         tokenizer = learn_tokenizer(list(texts), vocabulary=vocabulary, max_length=chosen["max_length"])
     note_tokenizer(tokenizer, out)
+    out.info["pad_token_id"] = tokenizer.pad_token_id
     return tokenizer
 
 
 def note_tokenizer(tokenizer: Any, out: PrepareOutput) -> None:
-    """Keep a tokenizer next to the data, and note its files and the number of its tokens."""
-    out.info.update(vocabulary=len(tokenizer), tokenizer=keep_tokenizer(tokenizer, out))
+    """Write a tokenizer's files next to the prepared data, and note their names and the number of its tokens."""
+    names: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        tokenizer.save_pretrained(folder)
+        for path in sorted(path for path in Path(folder).rglob("*") if path.is_file()):
+            names.append(f"tokenizer/{path.relative_to(folder).as_posix()}")
+            out.write_file(names[-1], path.read_bytes())
+    out.info.update(vocabulary=len(tokenizer), tokenizer=names)
 
 
-def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings: Any) -> Any:
+def load_tokenizer(
+    place: str, *, pad_token: str | None, field: str, is_fast: bool = False, of_words: bool = False
+) -> Any:
     """The tokenizer of a model on the Hub or in a folder, which can fill up short texts.
 
     Args:
         pad_token: the token that fills up, for a tokenizer that has none.
-        settings: of the tokenizer, in place of those that it was saved with.
+        is_fast: it has to tell where its tokens are from.
+        of_words: it gets texts that are split into words.
 
     Raises:
-        ConfigError: there is no such model here, or its tokenizer has no token to pad with. MissingExtraError:
-            transformers is not installed.
+        ConfigError: there is no such model here, or its tokenizer has no token to pad with, or is not a fast one.
+            MissingExtraError: transformers is not installed.
     """
-    tokenizer = open_tokenizer(place, field=field, **settings)
-    if tokenizer.pad_token is not None:
-        return tokenizer
-    if pad_token is None or pad_token not in tokenizer.get_vocab():
+    tokenizer = open_tokenizer(place, field=field)
+    if of_words and getattr(tokenizer, "add_prefix_space", None) is False:  # it would take no words
+        tokenizer = open_tokenizer(place, field=field, add_prefix_space=True)
+    if tokenizer.pad_token is None and (pad_token is None or pad_token not in tokenizer.get_vocab()):
         end = tokenizer.eos_token
         what = "no token to pad with" if pad_token is None else f"no token '{pad_token}'"
         raise ConfigError(
@@ -84,7 +96,12 @@ def load_tokenizer(place: str, *, pad_token: str | None, field: str, **settings:
             value=pad_token,
             remedy=f"Set prepare.options.pad_token={end or 'TOKEN'}, a token that it has.",
         )
-    tokenizer.pad_token = pad_token
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = pad_token
+    if (is_fast or of_words) and not tokenizer.is_fast:
+        what = "The model has a slow tokenizer, which does not tell where its tokens are from."
+        remedy = "Name a model with a fast one (tokenizer.json)."
+        raise ConfigError(what, field=field, value=place, remedy=remedy)
     return tokenizer
 
 
@@ -108,24 +125,6 @@ def count_cut_texts(
         option = "max_length is where, as far as the model reads" if kind == "texts" else "target_length is where"
         what = f"{cut:,} of {rows:,} texts{more} ({cut / rows:.0%}) have more than {longest} tokens, and are cut"
         out.warnings.append(f"{what}: prepare.options.{option}.")
-
-
-def load_word_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
-    """As `load_fast_tokenizer`, for texts that are split into words."""
-    tokenizer = load_fast_tokenizer(place, pad_token=pad_token, field=field)
-    if getattr(tokenizer, "add_prefix_space", None) is False:  # it would take no words
-        tokenizer = load_tokenizer(place, pad_token=pad_token, field=field, add_prefix_space=True)
-    return tokenizer
-
-
-def load_fast_tokenizer(place: str, *, pad_token: str | None, field: str) -> Any:
-    """As `load_tokenizer`. Raises ConfigError as well for one that does not tell where its tokens are from."""
-    tokenizer = load_tokenizer(place, pad_token=pad_token, field=field)
-    if not tokenizer.is_fast:
-        what = "The model has a slow tokenizer, which does not tell where its tokens are from."
-        remedy = "Name a model with a fast one (tokenizer.json)."
-        raise ConfigError(what, field=field, value=place, remedy=remedy)
-    return tokenizer
 
 
 def open_tokenizer(place: str, *, field: str, **settings: Any) -> Any:
@@ -201,17 +200,6 @@ def tokenize_documents(documents: Iterable[TextDocument], tokenizer: Any) -> Ite
             yield Document(document.place, np.array(tokens, np.int32), source=document.source)
 
 
-def keep_tokenizer(tokenizer: Any, out: PrepareOutput) -> list[str]:
-    """Write the tokenizer's files next to the prepared data; return their names."""
-    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
-        tokenizer.save_pretrained(folder)
-        files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
-        names = [f"tokenizer/{path.relative_to(folder).as_posix()}" for path in files]
-        for name, path in zip(names, files, strict=True):
-            out.write_file(name, path.read_bytes())
-    return names
-
-
 def decode_tokens(tokens: Any, data: DataInfo) -> list[str]:
     """The texts of generated tokens ``[rows, tokens]``; negative ones are left out."""
     plain = [row[row >= 0].tolist() for row in np.asarray(tokens)]
@@ -220,14 +208,14 @@ def decode_tokens(tokens: Any, data: DataInfo) -> list[str]:
 
 
 def kept_tokenizer(data: DataInfo) -> Any:
-    """The tokenizer that `keep_tokenizer` has written; read once in a process."""
-    return data.once("tokenizer", lambda: _read_tokenizer(data))
+    """The tokenizer that `note_tokenizer` has written; read once in a process."""
 
+    def read() -> Any:
+        with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+            for name in data.info["tokenizer"]:
+                path = Path(folder, name)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data.read_file(name))
+            return import_transformers().AutoTokenizer.from_pretrained(Path(folder, "tokenizer"))
 
-def _read_tokenizer(data: DataInfo) -> Any:
-    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
-        for name in data.info["tokenizer"]:
-            path = Path(folder, name)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(data.read_file(name))
-        return import_transformers().AutoTokenizer.from_pretrained(Path(folder, "tokenizer"))
+    return data.once("tokenizer", read)

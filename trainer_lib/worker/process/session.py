@@ -17,6 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
 
 from typing_extensions import override
@@ -290,7 +291,7 @@ def run_here(request: Request[R], run_dir: RunDir, on_event: Callable[[dict[str,
 
 def _make_work(request: Q, run_dir: RunDir, rank: int, world_size: int, events: Events) -> Work[Q]:
     if (file := request.recipe) is None:
-        recipe = recipes.create_empty_recipe(run_dir.path)
+        recipe = recipes.Recipe(ModuleType("_trainflow_no_recipe"), run_dir.path, run_dir.path, ())
     else:
         recipe = recipes.load(file.path, file.root, needs=request.functions, fallback=file.fallback)
     return Work(request, recipe, rank, world_size, events)
