@@ -64,20 +64,6 @@ __all__ = [
 ]
 
 REQUIRED = ("prepare", "build_model")
-OPTIONAL = (
-    "list_sources",
-    "prepare_shard",
-    "collate",
-    "compute_metrics",
-    "metric_sums",
-    "metrics_from_sums",
-    "outcome_pairs",
-    "preprocess_logits_for_metrics",
-    "compute_loss_func",
-    "callbacks",
-    "prediction_columns",
-    "after_evaluate",
-)
 ASSETS = "assets"
 MAX_FILE_BYTES = 1 << 30  # the largest file that read_file returns
 T = TypeVar("T")
@@ -196,7 +182,7 @@ class Recipe:
     ) -> None:
         self.path, self.root, self.fallback = path, root, fallback
         self._module = module
-        for name in (*REQUIRED, *OPTIONAL):  # a missing function is reported before any work
+        for name in recipe_functions.CALLS:  # a missing function is reported before any work
             self._check(name, name in needs)
         self.collate = self._optional("collate")
         self.compute_metrics = self._optional("compute_metrics")

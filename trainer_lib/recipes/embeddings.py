@@ -33,9 +33,9 @@ from trainer_lib.recipes.shared.model_places import MODEL, build_with_head
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import note_form
-from trainer_lib.recipes.texts.packed_batches import evaluating, mean_of_rows
+from trainer_lib.recipes.texts.packed_batches import evaluating
+from trainer_lib.recipes.texts.row_trainer import RowLossTrainer
 from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
-from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -247,23 +247,15 @@ def _find_right(pairs: Sequence[tuple[str, str]]) -> Tensor:
     return torch.from_numpy(np.isin(first[:, None] + texts, np.concatenate([first + texts, first + queries])))
 
 
-class Trainer(PlainTrainer):
+class Trainer(RowLossTrainer):
     """A Trainer that tells the texts of a batch apart, and ranks them among all texts of a split in evaluation."""
 
     _candidates: Candidates | None = None
 
     @override
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
+    def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         queries, positives = self._embed(inputs, model).chunk(2)
-        losses = self._contrast(queries, positives, inputs["is_right"])
-        loss = mean_of_rows(losses, num_items_in_batch)
-        return (loss, {"loss": loss, "embeddings": queries}) if return_outputs else loss
+        return self._contrast(queries, positives, inputs["is_right"]), queries
 
     @override
     def evaluate(

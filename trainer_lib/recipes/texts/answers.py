@@ -25,9 +25,9 @@ from trainer_lib.recipes.tables.table_files import NOTE, SOURCES, Reader, note_f
 from trainer_lib.recipes.texts import packed_batches
 from trainer_lib.recipes.texts.conversations import parse_turns, read_conversation, role_of, split_prompts, turns_of
 from trainer_lib.recipes.texts.packed_batches import preprocess_logits_for_metrics
+from trainer_lib.recipes.texts.row_trainer import RowLossTrainer
 from trainer_lib.recipes.texts.templates import ChatTemplate, FaultyError, find_template
 from trainer_lib.recipes.texts.tokenizing import find_tokenizer, kept_tokenizer
-from trainer_lib.trainer import Trainer as PlainTrainer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -410,12 +410,8 @@ def require_above_zero(name: str, value: float) -> None:
 
 
 # -- training ---------------------------------------------------------------------------------------------------------
-class AnswerTrainer(PlainTrainer):
-    """A Trainer whose loss is the mean of losses of rows."""
-
-    def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
-        """The losses of rows with labels ``[rows]``, and the rewards of their answers ``[rows, answers]``."""
-        raise NotImplementedError
+class AnswerTrainer(RowLossTrainer):
+    """A Trainer of rows with answers, whose `judge` gives their losses and the rewards ``[rows, answers]``."""
 
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         """The predictions for rows without labels ``[rows, …]``."""
@@ -425,18 +421,6 @@ class AnswerTrainer(PlainTrainer):
         """The reference's values of the answers ``[rows, answers]``; zeros without a reference."""
         reference: Tensor = inputs.get("reference", torch.zeros_like(inputs["lengths"]))
         return reference
-
-    @override
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: Any,
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        losses, rewards = self.judge(model, inputs)
-        loss = packed_batches.mean_of_rows(losses, num_items_in_batch)
-        return (loss, {"loss": loss, "rewards": rewards}) if return_outputs else loss
 
     @override
     def prediction_step(

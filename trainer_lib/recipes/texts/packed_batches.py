@@ -190,11 +190,6 @@ def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *
     return None
 
 
-def mean_of_rows(losses: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """The mean loss ``[]`` of rows ``[rows]``; with the rows of the whole step, this batch's part of their mean."""
-    return losses.mean() if num_items is None else losses.sum() / num_items
-
-
 def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tensor:
     """Reduce logits ``[batch, tokens, vocabulary]`` to ``[batch, 2]``: a row's negative log-likelihood, and targets.
 

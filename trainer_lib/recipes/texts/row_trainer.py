@@ -66,6 +66,27 @@ class RowTrainer(Trainer):
             return (loss, *self.predict_rows(outputs, labels, kept))
 
 
+class RowLossTrainer(Trainer):
+    """A Trainer whose loss is the mean of losses of rows."""
+
+    def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
+        """The losses of rows with labels ``[rows]``, and what the model says of them ``[rows, …]``."""
+        raise NotImplementedError
+
+    @override
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        losses, outputs = self.judge(model, inputs)
+        # Given the rows of the whole step, it is this batch's part of their mean.
+        loss = losses.mean() if num_items_in_batch is None else losses.sum() / num_items_in_batch
+        return (loss, {"loss": loss, "outputs": outputs}) if return_outputs else loss
+
+
 def encode_texts(texts: Sequence[str]) -> Tensor:
     """The code points of texts, int32 ``[rows, characters]``, filled up with -100; at least one character wide."""
     points = [np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.int32) for text in texts]
