@@ -166,13 +166,11 @@ class Trainer(PlainTrainer):
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
         batch = self._prepare_inputs(inputs)
         with torch.no_grad(), self.autocast_smart_context_manager():
-            found = packed_batches.row_likelihoods(model, batch)
+            found = [packed_batches.row_likelihoods(model, batch)] if "row_of" in batch else []
             if "prompt_ids" in batch:
-                new = packed_batches.continue_prompts(
-                    self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted"]
-                )
-                found = torch.cat((found, new.to(found.dtype)), dim=1)
-        return None, found, None
+                prompts = batch["prompt_ids"], batch["prompt_mask"]
+                found.append(packed_batches.continue_prompts(self.model, *prompts, batch["wanted"]))
+        return None, torch.cat(found, dim=1), None
 
 
 def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:

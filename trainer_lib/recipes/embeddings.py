@@ -35,7 +35,7 @@ from trainer_lib.recipes.tables.rows import FIELD, TextRows
 from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts.packed_batches import evaluating
 from trainer_lib.recipes.texts.row_trainer import RowLossTrainer
-from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.texts.tokenizing import batch_texts, count_cut_texts, find_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -229,8 +229,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     texts = [info["query_prefix"] + row[info["query"]] for row in rows]
     if has_both:
         texts += [info["positive_prefix"] + row[info["positive"]] for row in rows]
-    cut = {"truncation": True, "max_length": info["max_length"]}
-    made = kept_tokenizer(data)(texts, padding=True, return_tensors="pt", **cut)
+    made = batch_texts(data, texts)
     batch = {name: made[name] for name in ("input_ids", "attention_mask")}
     if not has_both:
         return batch

@@ -27,7 +27,7 @@ from typing_extensions import override
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
-from trainer_lib.recipes.tables.table_files import Reader
+from trainer_lib.recipes.tables.table_files import TRUTH, Reader
 from trainer_lib.recipes.texts.answers import (
     ANSWERED,
     POLICY,
@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 OTHER = "other"
 """The column of prepared rows with the answer of another row."""
-_MARKS = {"true": 1, "1": 1, "false": 0, "0": 0}
 
 
 class MarkedAnswers(AnsweredPrompts):
@@ -80,9 +79,9 @@ class MarkedAnswers(AnsweredPrompts):
 
 def _read_mark(value: Any, where: str) -> int:
     """1 for a good answer, 0 for a bad one. Raises DataError for another value."""
-    if (text := str(value).strip().lower()) not in _MARKS:
+    if (text := str(value).strip().lower()) not in TRUTH:
         raise DataError(f"{where}: '{text[:40]}' is neither true nor false.", field="rows")
-    return _MARKS[text]
+    return int(TRUTH[text])
 
 
 # -- losses and metrics -----------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ from trainer_lib.recipes.shared.model_places import MODEL, build_with_head, one_
 from trainer_lib.recipes.shared.recipe_options import TEXTS, PathOptions, choose
 from trainer_lib.recipes.tables.rows import TextRows
 from trainer_lib.recipes.tables.table_files import note_form
+from trainer_lib.recipes.texts import tokenizing
 from trainer_lib.recipes.texts.packed_batches import NO_TARGET
 from trainer_lib.recipes.texts.row_trainer import RowTrainer, decode_texts, encode_texts, pad_rows
-from trainer_lib.recipes.texts.tokenizing import count_cut_texts, decode_tokens, find_tokenizer, kept_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -85,7 +85,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     texts, targets = table.texts_of("text"), table.texts_of("target")
     train = table.splits["train"].tolist()
     learned = (text for row in train for text in (chosen["prefix"] + texts[row], targets[row]))
-    tokenizer = find_tokenizer(chosen, learned, out, of_bytes=True)
+    tokenizer = tokenizing.find_tokenizer(chosen, learned, out, of_bytes=True)
     out.info.update(
         {name: chosen[name] for name in ("text", "prefix", "max_length", "target_length")},
         label=table.label,
@@ -94,12 +94,14 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         **note_form({chosen["text"]: "text"}, chosen),
     )
     read = [chosen["prefix"] + text for text in texts]
-    count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], more=" to read")
+    tokenizing.count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], more=" to read")
 
     def with_ends(some: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
         return {"input_ids": _tokens_of(some, tokenizer, longest=None)}
 
-    count_cut_texts(out, with_ends, targets, longest=chosen["target_length"], kind="targets", more=" to write")
+    tokenizing.count_cut_texts(
+        out, with_ends, targets, longest=chosen["target_length"], kind="targets", more=" to write"
+    )
     return table.rows(targets, {chosen["text"]: texts})
 
 
@@ -146,14 +148,12 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     Beside them, and not for the model, code points ``[batch, characters]``: of the texts to write in `wanted`, and of
     the first words of the texts to read in `lead`.
     """
-    info, tokenizer = data.info, kept_tokenizer(data)
-    texts = [row[info["text"]] for row in rows]
-    given = [info["prefix"] + text for text in texts]
-    batch = dict(tokenizer(given, padding=True, truncation=True, max_length=info["max_length"], return_tensors="pt"))
+    info, texts = data.info, [row[data.info["text"]] for row in rows]
+    batch = tokenizing.batch_texts(data, [info["prefix"] + text for text in texts])
     batch.pop("token_type_ids", None)
     if "labels" not in rows[0]:
         return batch
-    tokens = _tokens_of([row["labels"] for row in rows], tokenizer, longest=info["target_length"])
+    tokens = _tokens_of([row["labels"] for row in rows], tokenizing.kept_tokenizer(data), longest=info["target_length"])
     lead = [" ".join(text.split()[: info["lead_words"]]) for text in texts]
     return {
         **batch,
@@ -201,7 +201,7 @@ def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, flo
 
 
 def _decode(tokens: np.ndarray, data: DataInfo) -> list[str]:
-    return list(map(str.strip, decode_tokens(tokens, data)))
+    return list(map(str.strip, tokenizing.decode_tokens(tokens, data)))
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

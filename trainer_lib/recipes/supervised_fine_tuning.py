@@ -28,16 +28,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.causal_language_modeling import Trainer as TextTrainer
+from trainer_lib.recipes.causal_language_modeling import Trainer, describe_likelihoods, measure_tokens
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
-from trainer_lib.recipes.causal_language_modeling import describe_likelihoods, measure_tokens
 from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
@@ -256,7 +254,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     wanted = [int(row.get(packed_batches.NEW_TOKENS, 64)) for row in rows]
     prompts = [ask(row, template, data, new) for row, new in zip(rows, wanted, strict=True)]
     ids, mask = packed_batches.batch_prompts(prompts, pad=data.info["ends"]["pad_token_id"] or 0)
-    return {"prompt_ids": ids, "prompt_mask": mask, "wanted_tokens": torch.tensor(wanted)}
+    return {"prompt_ids": ids, "prompt_mask": mask, "wanted": torch.tensor(wanted)}
 
 
 def ask(row: Mapping[str, Any], template: ChatTemplate, data: DataInfo, new: int) -> list[int]:
@@ -275,23 +273,6 @@ def ask(row: Mapping[str, Any], template: ChatTemplate, data: DataInfo, new: int
         what = f"column '{column}': {len(tokens):,} tokens and {new:,} new ones exceed the {length:,} of a row."
         raise DataError(what, field="rows", value=column, remedy="Shorten it, or set fewer new_tokens.")
     return tokens
-
-
-class Trainer(TextTrainer):
-    """A Trainer that answers new rows."""
-
-    @override
-    def prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> tuple[Tensor | None, Any, Any]:
-        if "prompt_ids" not in inputs:
-            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
-        batch = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.autocast_smart_context_manager():
-            new = packed_batches.continue_prompts(
-                self.model, batch["prompt_ids"], batch["prompt_mask"], batch["wanted_tokens"]
-            )
-        return None, new, None
 
 
 def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tensor:

@@ -28,7 +28,7 @@ from trainer_lib.recipes.shared.recipe_options import LABEL, TEXTS, PathOptions
 from trainer_lib.recipes.shared.targets import compute_metrics, prediction_columns
 from trainer_lib.recipes.tables.rows import TextRows
 from trainer_lib.recipes.tables.table_files import note_form
-from trainer_lib.recipes.texts.tokenizing import count_cut_texts, find_tokenizer, kept_tokenizer
+from trainer_lib.recipes.texts.tokenizing import batch_texts, count_cut_texts, find_tokenizer
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo, PrepareOutput
@@ -93,11 +93,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch: `input_ids` and `attention_mask` ``[batch, tokens]``, and labels."""
-    texts = [[row[name] for row in rows] for name in data.info["texts"]]
-    tokenizer = kept_tokenizer(data)
-    batch = dict(
-        tokenizer(*texts, padding=True, truncation=True, max_length=data.info["max_length"], return_tensors="pt")
-    )
+    batch = batch_texts(data, *([row[name] for row in rows] for name in data.info["texts"]))
     if "labels" in rows[0]:
         batch["labels"] = targets.label_tensor(rows)
     return batch

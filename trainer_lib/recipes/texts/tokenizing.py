@@ -207,6 +207,12 @@ def decode_tokens(tokens: Any, data: DataInfo) -> list[str]:
     return texts
 
 
+def batch_texts(data: DataInfo, *columns: Sequence[str]) -> dict[str, Any]:
+    """Texts, cut at `max_length`, as tensors ``[rows, tokens]``; of several columns those of a row together."""
+    settings = {"padding": True, "truncation": True, "max_length": data.info["max_length"], "return_tensors": "pt"}
+    return dict(kept_tokenizer(data)(*map(list, columns), **settings))
+
+
 def kept_tokenizer(data: DataInfo) -> Any:
     """The tokenizer that `note_tokenizer` has written; read once in a process."""
 
