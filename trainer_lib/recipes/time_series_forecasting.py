@@ -424,7 +424,13 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     read = SeriesTable(table, [*targets, *known], chosen, targets=len(targets))
     series = [member.past() for member in read.series]
     windows, starts = cut_windows(series, chosen, len(targets))
-    out.warnings += [*table.all_notes(), *_describe_gaps(read.series, series)]
+    left_out, values = sum(member.to_come for member in read.series), sum(member.measured.size for member in series)
+    filled = values - sum(int(member.measured.sum()) for member in series)
+    out.warnings += table.all_notes()
+    if left_out:
+        out.warnings.append(f"{counted(left_out, 'step')} without a target after the last one left out.")
+    if filled:
+        out.warnings.append(f"Of {values:,} values {filled:,} are filled: they are read, and are no targets.")
     held_out = [start for name, start in starts.items() if name != "train"]  # in their order
     steps = [int(np.searchsorted(member.times, held_out[0])) if held_out else len(member.times) for member in series]
     covariates = np.concatenate([member.values[:count] for member, count in zip(series, steps, strict=True)])
@@ -438,7 +444,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     out.info.update(
         targets=targets,
         known=dict(zip(known, described.tolist(), strict=True)),
-        filled=sum(int((~member.measured).sum()) for member in series),
+        filled=filled,
         new_steps={name: read.note[name] for name in (*_NOTED, *(["read"] if chosen["read"] else []))},
         split_starts={name: str(start) for name, start in starts.items()},
         **{name: chosen[name] for name in ("context", "horizon", "season")},
@@ -447,16 +453,6 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     first = accumulate(map(len, windows.values()), initial=0)
     numbered = zip(windows.items(), first, strict=False)
     return {split: _rows(number, some, series, scales, chosen) for (split, some), number in numbered}
-
-
-def _describe_gaps(read: Sequence[Series], series: Sequence[Series]) -> list[str]:
-    """Sentences about the steps and values that the table lacks."""
-    left_out, values = sum(member.to_come for member in read), sum(member.measured.size for member in series)
-    filled = values - sum(int(member.measured.sum()) for member in series)
-    found = [f"{counted(left_out, 'step')} without a target after the last one left out."] if left_out else []
-    return found + (
-        [f"Of {values:,} values {filled:,} are filled: they are read, and are no targets."] if filled else []
-    )
 
 
 def _rows(

@@ -50,11 +50,6 @@ _OUTSIDE, _USUAL = "O", "usual_tags"
 _FIRST, _LAST = ("B-", "S-", "U-"), ("E-", "L-", "S-", "U-")
 
 
-def has_entities(classes: Sequence[str]) -> bool:
-    """Return whether the tags are of entities: O, B-NAME, I-NAME and the like."""
-    return _OUTSIDE in classes and not _without_entity(classes)
-
-
 def _without_entity(classes: Sequence[str]) -> list[str]:
     return [name for name in classes if name != _OUTSIDE and not name.startswith(("I-", *_FIRST, *_LAST))]
 
@@ -82,7 +77,7 @@ def measure_tags(
         "accuracy_over_usual": accuracy - of_usual,
         "words": float(words.sum()),
     }
-    if not has_entities(classes):
+    if _OUTSIDE not in classes or _without_entity(classes):
         return found
     precision, recall, f1 = _score_entities(predicted, truth, tuple(classes))
     usual_f1 = _score_entities(usual, truth, tuple(classes))[2]

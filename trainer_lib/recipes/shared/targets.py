@@ -62,7 +62,9 @@ def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
         return memoryview(numbers)
     classes = table.classes()
     labels, train = table.class_numbers(classes), table.splits["train"]
-    info.update(classes=classes, class_rows=count_classes(labels, train, len(classes)))
+    chosen = np.asarray(labels)[train]
+    rows = chosen.sum(axis=0) if chosen.ndim == 2 else np.bincount(chosen, minlength=len(classes))
+    info.update(classes=classes, class_rows=rows.tolist())
     if target == SEVERAL:
         if not 0 < threshold < 1:
             remedy = "Give a probability, such as 0.5."
@@ -71,13 +73,6 @@ def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
         info.update(train_rows=len(train), threshold=threshold)
         info["label_form"] = {"separator": table.options["label_separator"], "folds": folds}
     return labels
-
-
-def count_classes(labels: Any, rows: Any, classes: int) -> list[int]:
-    """The numbers of rows of the classes, among rows by their number, for `DataInfo.info["class_rows"]`."""
-    chosen = np.asarray(labels)[rows]
-    counts: list[int] = (chosen.sum(axis=0) if chosen.ndim == 2 else np.bincount(chosen, minlength=classes)).tolist()
-    return counts
 
 
 def label_tensor(rows: Sequence[Mapping[str, Any]]) -> Tensor:

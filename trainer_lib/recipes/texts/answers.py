@@ -484,17 +484,14 @@ class PolicyTrainer(AnswerTrainer):
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
         built: Any = self.model
         if "lengths" in inputs:
-            ratios = self.log_probabilities(model, inputs) - self._ask_reference(inputs)
-            return ratios * float(self.settings["beta"])
+            device = inputs["input_ids"].device  # the reference is the model without adapters, or as it began
+            with model_places.as_it_began(self.model, lambda: self._build_first(device)) as reference:
+                known = self.log_probabilities(reference, inputs)
+            return (self.log_probabilities(model, inputs) - known) * float(self.settings["beta"])
         ids = inputs["input_ids"]
         wanted = torch.full((len(ids),), built.new_tokens, device=ids.device)
         with self.autocast_smart_context_manager():  # always the most likely token
             return packed_batches.continue_prompts(built, ids, inputs["attention_mask"], wanted)
-
-    def _ask_reference(self, inputs: Any) -> Tensor:
-        """Log-probabilities of new rows by the reference: the model without adapters, or as it began."""
-        with model_places.as_it_began(self.model, lambda: self._build_first(inputs["input_ids"].device)) as reference:
-            return self.log_probabilities(reference, inputs)
 
     def _build_first(self, device: torch.device) -> Any:
         if self._first is None:

@@ -181,7 +181,10 @@ class ConversationSplits(DocumentSplits):
                 values = renamed_row(row, self._options["rename"], place)
                 shape = self.shape or find_shape(values)
                 if shape is None and not was_found:
-                    raise _refuse_columns(place, values)
+                    wanted = "; ".join(" and ".join(columns) for columns in SHAPES.values())
+                    what = f"the row has no conversation. Its columns are {', '.join(values)}, and one needs {wanted}"
+                    remedy = "Name the columns so: prepare.options.rename={THEIRS: messages}."
+                    raise DataError(f"{place}: {what}.", field=f"{FIELD}.shape", remedy=remedy)
                 was_found = True
                 yield read_conversation(place, values, shape, system=self._options["system"])
 
@@ -196,15 +199,6 @@ def find_shape(row: Mapping[str, Any]) -> str | None:
 def _is_missing(value: Any) -> bool:
     return (
         value is None or (isinstance(value, float) and value != value) or (hasattr(value, "__len__") and not len(value))
-    )
-
-
-def _refuse_columns(place: str, row: Mapping[str, Any]) -> DataError:
-    wanted = "; ".join(" and ".join(columns) for columns in SHAPES.values())
-    return DataError(
-        f"{place}: the row has no conversation. Its columns are {', '.join(row)}, and one needs {wanted}.",
-        field=f"{FIELD}.shape",
-        remedy="Name the columns so: prepare.options.rename={THEIRS: messages}.",
     )
 
 

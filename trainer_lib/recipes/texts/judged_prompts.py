@@ -103,13 +103,10 @@ def answer_prompts(
     now = _measure(model, prompts, asked, tokenizer, chosen)
     before, first = None, data.build_first
     if chosen["before"] and (first is not None or hasattr(model, "disable_adapter")):
-        with as_it_began(model, partial(_build_again, model, first)) as began:
+        device = next(model.parameters()).device
+        with as_it_began(model, lambda: first().to(device).eval() if first else model) as began:
             before = _measure(began, prompts, asked, tokenizer, chosen)
     return {"metrics": dict(_compare(now, before)), "files": _write(prompts, now, before)}
-
-
-def _build_again(model: nn.Module, first: Callable[[], nn.Module] | None) -> nn.Module:
-    return model if first is None else first().to(next(model.parameters()).device).eval()
 
 
 _Measured = tuple[list[str], list[bool | None]]
@@ -156,25 +153,17 @@ def _compare(now: _Measured, before: _Measured | None) -> Iterator[tuple[str, fl
 
 def _write(prompts: Sequence[Prompt], now: _Measured, before: _Measured | None) -> dict[str, bytes]:
     """The answers side by side: `samples.txt` for people, `prompts.json` for the report and MLflow."""
+    form = "{prompt}\n\n{answer}" if before is None else "{prompt}\n\nbefore: {before}\n\nafter:  {after}"
     rows: list[dict[str, Any]] = []
     for number, prompt in enumerate(prompts):
-        row: dict[str, Any] = {"prompt": prompt.text}
-        if before is not None:
-            row["before"] = before[0][number]
-        row["after" if before is not None else "answer"] = now[0][number]
+        answers = {"answer": now[0]} if before is None else {"before": before[0], "after": now[0]}
+        texts = {"prompt": prompt.text, **{name: made[number] for name, made in answers.items()}}
         if any(other.expected for other in prompts):
-            row |= {"expected": " | ".join(prompt.expected), "right": now[1][number]}
-        rows.append(
-            {name: value[:_SHOWN_CHARACTERS] if isinstance(value, str) else value for name, value in row.items()}
-        )
-    text = ("\n" + "-" * 80 + "\n").join(_as_text(row) for row in rows)
+            texts["expected"] = " | ".join(prompt.expected)
+        row: dict[str, Any] = {name: text[:_SHOWN_CHARACTERS] for name, text in texts.items()}
+        rows.append(row | ({"right": now[1][number]} if "expected" in row else {}))
+    text = ("\n" + "-" * 80 + "\n").join(form.format(**row) for row in rows)
     return {"samples.txt": text.encode(), FILE: json.dumps(rows).encode()}
-
-
-def _as_text(row: Mapping[str, Any]) -> str:
-    if "answer" in row:
-        return f"{row['prompt']}\n\n{row['answer']}"
-    return f"{row['prompt']}\n\nbefore: {row['before']}\n\nafter:  {row['after']}"
 
 
 def generate_with_vllm(

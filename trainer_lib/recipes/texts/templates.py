@@ -69,14 +69,6 @@ class FaultyError(Exception):
         self.kind = kind
 
 
-def _read_template(path: str, field: str) -> str:
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        what, remedy = f"The template cannot be read: {error}.", "Name a file with a Jinja template, in UTF-8."
-        raise ConfigError(what, field=field, value=path, remedy=remedy) from error
-
-
 def _with_written_calls(messages: Sequence[Mapping[str, Any]]) -> list[Any]:
     """Turns whose calls of tools have their arguments as JSON, for a template that puts these behind a text."""
     written = deepcopy(list(messages))
@@ -100,7 +92,12 @@ class ChatTemplate:
     def __init__(self, tokenizer: Any, template: str | Path | None) -> None:
         field = f"{FIELD}.template"
         if template is not None:
-            template = _read_template(str(template), field) if str(template).endswith(FILES) else str(template)
+            template = path = str(template)
+            try:
+                template = Path(path).read_text(encoding="utf-8") if path.endswith(FILES) else path
+            except (OSError, ValueError) as error:
+                what, remedy = f"The template cannot be read: {error}.", "Name a file with a Jinja template, in UTF-8."
+                raise ConfigError(what, field=field, value=path, remedy=remedy) from error
             if template not in TEMPLATES and "{" not in template:
                 remedy = f"Give one of {', '.join(TEMPLATES)}, a file NAME.jinja, or the text of a template."
                 raise ConfigError("There is no template of this name.", field=field, value=template, remedy=remedy)
@@ -218,7 +215,11 @@ class ChatTemplate:
     def _span(self, conversation: Conversation, text: str, turn: int) -> tuple[int, int]:
         """The characters of a turn of the assistant, without the blanks behind the token for its end."""
         whole = self.render(conversation, turn + 1)
-        before = self.render(conversation, turn, asks=True) if turn else self._first_request(conversation, whole)
+        if turn:
+            before = self.render(conversation, turn, asks=True)
+        else:  # without a turn before it, it follows the request that comes before any answer
+            request = self.render(conversation, 1, asks=True).removeprefix(whole)
+            before = whole[: whole.find(request)] + request
         for part in (before, whole):
             if not text.startswith(part):
                 what = "the template writes the turns up to it in another way when others follow"
@@ -227,11 +228,6 @@ class ChatTemplate:
                 raise FaultyError(f"{conversation.name_turn(turn)}: {what}, so its tokens are not known{remedy}")
         bare = whole.rstrip()
         return len(before), len(bare if bare.endswith(self._added) else whole)
-
-    def _first_request(self, conversation: Conversation, whole: str) -> str:
-        """The text before an answer without a turn before it, with the request that comes before any answer."""
-        request = self.render(conversation, 1, asks=True).removeprefix(whole)
-        return whole[: whole.find(request)] + request
 
     def show(self, conversation: Conversation, *, loss_on: str, most: int) -> list[tuple[str, bool]]:
         """The text of the first tokens in parts, with whether they are trained. Raises FaultyError as `tokenize`."""
