@@ -469,7 +469,7 @@ def test_the_memory_of_prepare_does_not_grow_with_the_table(tmp_path: Path, name
         patch.setattr("trainer_lib.recipes.tables.spooled_values.SPOOL_BYTES", 1 << 16)
         patch.setattr("trainer_lib.recipes.tables.table_files._AT_ONCE", 125)
         patch.setattr("trainer_lib.recipes.tables.rows._AT_ONCE", 125)
-        patch.setattr("trainer_lib.recipes.tables.rows.read_table", read)
+        patch.setattr("trainer_lib.recipes.tables.table_files.read_table", read)
         _, small, large = (peak(rows) for rows in (100, 2_500, 7_500))  # the first imports modules
     # For the numbers of rows (two bytes up to 32,768) and classes, and those of a column or the digests of the ids.
     assert large - small < 5_000 * 16
