@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from sklearn import metrics
 
 from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, MetricCall, read_metrics
 from trainer_lib.base.outputs import EvalPrediction
@@ -24,6 +23,11 @@ from trainer_lib.recipes.shared.targets import measure_classes, measure_numbers
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import parse_spec
 
+
+def sk() -> Any:
+    return importlib.import_module("sklearn.metrics")  # seconds: not for every worker that collects this file
+
+
 DRAW = np.random.default_rng(0)
 LABELS = DRAW.integers(0, 3, 200)
 SCORES = DRAW.normal(size=(200, 3)) + 1.5 * np.eye(3)[LABELS]
@@ -31,6 +35,9 @@ GUESSED = SCORES.argmax(axis=1)
 PROBABILITIES = np.exp(SCORES) / np.exp(SCORES).sum(axis=1, keepdims=True)
 TRUTH = DRAW.normal(size=200).astype(np.float32)
 PREDICTED = TRUTH + 0.3 * DRAW.normal(size=200)
+
+
+AREA = "torchmetrics.classification:MulticlassAUROC"
 
 
 class Matching:
@@ -86,43 +93,37 @@ def test_functions_of_scikit_learn_get_the_best_class_or_the_probabilities() -> 
         {"name": "sklearn.metrics:roc_auc_score", "multi_class": "ovr"},
         "accuracy",
     )
-    assert found["cohen_kappa_score"] == pytest.approx(metrics.cohen_kappa_score(LABELS, GUESSED))
-    assert found["f2"] == pytest.approx(metrics.fbeta_score(LABELS, GUESSED, beta=2, average="macro"))
-    assert found["top_k_accuracy_score"] == pytest.approx(metrics.top_k_accuracy_score(LABELS, SCORES, k=2))
-    assert found["log_loss"] == pytest.approx(metrics.log_loss(LABELS, PROBABILITIES))
-    assert found["roc_auc_score"] == pytest.approx(metrics.roc_auc_score(LABELS, PROBABILITIES, multi_class="ovr"))
+    assert found["cohen_kappa_score"] == pytest.approx(sk().cohen_kappa_score(LABELS, GUESSED))
+    assert found["f2"] == pytest.approx(sk().fbeta_score(LABELS, GUESSED, beta=2, average="macro"))
+    assert found["top_k_accuracy_score"] == pytest.approx(sk().top_k_accuracy_score(LABELS, SCORES, k=2))
+    assert found["log_loss"] == pytest.approx(sk().log_loss(LABELS, PROBABILITIES))
+    assert found["roc_auc_score"] == pytest.approx(sk().roc_auc_score(LABELS, PROBABILITIES, multi_class="ovr"))
     assert found["accuracy"] == pytest.approx((GUESSED == LABELS).mean())
     two = measured("sklearn.metrics:roc_auc_score", outputs=SCORES[:, :2], labels=LABELS % 2)
-    assert two["roc_auc_score"] == pytest.approx(metrics.roc_auc_score(LABELS % 2, SCORES[:, 1] - SCORES[:, 0]))
+    assert two["roc_auc_score"] == pytest.approx(sk().roc_auc_score(LABELS % 2, SCORES[:, 1] - SCORES[:, 0]))
 
 
 def test_classes_and_functions_of_torchmetrics() -> None:
     found = measured(
         {"name": "torchmetrics.classification:MulticlassF1Score", "num_classes": 3},
-        {"name": "torchmetrics.classification:MulticlassAUROC", "num_classes": 3, "input": "probabilities"},
+        {"name": AREA, "num_classes": 3, "input": "probabilities"},
         {"name": "torchmetrics.functional:accuracy", "task": "multiclass", "num_classes": 3},
         {"name": "torchmetrics:CohenKappa", "task": "multiclass", "num_classes": 3},
     )
-    assert found["MulticlassF1Score"] == pytest.approx(metrics.f1_score(LABELS, GUESSED, average="macro"), abs=1e-6)
-    expected = metrics.roc_auc_score(LABELS, PROBABILITIES, multi_class="ovr")
+    assert found["MulticlassF1Score"] == pytest.approx(sk().f1_score(LABELS, GUESSED, average="macro"), abs=1e-6)
+    expected = sk().roc_auc_score(LABELS, PROBABILITIES, multi_class="ovr")
     assert found["MulticlassAUROC"] == pytest.approx(expected, abs=1e-6)
     assert found["accuracy"] == pytest.approx((GUESSED == LABELS).mean())
-    assert found["CohenKappa"] == pytest.approx(metrics.cohen_kappa_score(LABELS, GUESSED), abs=1e-6)
+    assert found["CohenKappa"] == pytest.approx(sk().cohen_kappa_score(LABELS, GUESSED), abs=1e-6)
 
 
 def test_numbers_are_given_as_they_are() -> None:
-    found = measured(
-        "sklearn.metrics:mean_absolute_percentage_error",
-        "torchmetrics:SpearmanCorrCoef",
-        {"name": "sklearn.metrics:d2_pinball_score", "alpha": 0.9},
-        "rmse",
-        outputs=PREDICTED[:, None],
-        labels=TRUTH,
-    )
-    assert found["mean_absolute_percentage_error"] == pytest.approx(
-        metrics.mean_absolute_percentage_error(TRUTH, PREDICTED)
-    )
-    expected = metrics.d2_pinball_score(TRUTH, PREDICTED, alpha=0.9)
+    names = ["sklearn.metrics:mean_absolute_percentage_error", "torchmetrics:SpearmanCorrCoef", "rmse"]
+    pinball = {"name": "sklearn.metrics:d2_pinball_score", "alpha": 0.9}
+    found = measured(*names, pinball, outputs=PREDICTED[:, None], labels=TRUTH)
+    expected = sk().mean_absolute_percentage_error(TRUTH, PREDICTED)
+    assert found["mean_absolute_percentage_error"] == pytest.approx(expected)
+    expected = sk().d2_pinball_score(TRUTH, PREDICTED, alpha=0.9)
     assert found["d2_pinball_score"] == pytest.approx(expected)
     assert 0.9 < found["SpearmanCorrCoef"] <= 1
 
@@ -172,11 +173,7 @@ def test_each_call_begins_anew_and_parts_that_cannot_be_measured_are_left_out(mo
         ("somewhere:broken", "somewhere:broken", "arguments"),
         ("somewhere:by_class", "somewhere:by_class", "average: macro"),
         ("sklearn.metrics:f1_score", "sklearn.metrics:f1_score", "arguments"),  # of several classes it needs average
-        (
-            {"name": "torchmetrics.classification:MulticlassAUROC", "num_classes": 3},
-            "torchmetrics.classification:MulticlassAUROC",
-            "input: probabilities",
-        ),
+        ({"name": AREA, "num_classes": 3}, AREA, "input: probabilities"),
     ],
 )
 def test_what_cannot_be_imported_or_called_is_refused(entry: Any, value: str | None, remedy: str) -> None:
@@ -238,21 +235,21 @@ def test_two_metrics_have_two_names() -> None:
 def test_metrics_of_classes_are_those_of_scikit_learn() -> None:
     found = measure(list(CLASS_METRICS), SCORES, LABELS)
     assert set(found) == set(CLASS_METRICS)
-    assert found["accuracy"] == pytest.approx(metrics.accuracy_score(LABELS, GUESSED))
-    assert found["balanced_accuracy"] == pytest.approx(metrics.balanced_accuracy_score(LABELS, GUESSED))
-    assert found["f1_weighted"] == pytest.approx(metrics.f1_score(LABELS, GUESSED, average="weighted"))
-    assert found["log_loss"] == pytest.approx(metrics.log_loss(LABELS, PROBABILITIES))
+    assert found["accuracy"] == pytest.approx(sk().accuracy_score(LABELS, GUESSED))
+    assert found["balanced_accuracy"] == pytest.approx(sk().balanced_accuracy_score(LABELS, GUESSED))
+    assert found["f1_weighted"] == pytest.approx(sk().f1_score(LABELS, GUESSED, average="weighted"))
+    assert found["log_loss"] == pytest.approx(sk().log_loss(LABELS, PROBABILITIES))
     assert found["f1_micro"] == pytest.approx(found["accuracy"])
 
 
 def test_areas_are_those_of_scikit_learn_and_left_out_where_all_rows_are_of_one_class() -> None:
     names = ["roc_auc", "average_precision"]
     found = measure(names, SCORES, LABELS)
-    assert found["roc_auc"] == pytest.approx(metrics.roc_auc_score(LABELS, PROBABILITIES, multi_class="ovr"))
-    assert found["average_precision"] == pytest.approx(metrics.average_precision_score(LABELS, PROBABILITIES))
+    assert found["roc_auc"] == pytest.approx(sk().roc_auc_score(LABELS, PROBABILITIES, multi_class="ovr"))
+    assert found["average_precision"] == pytest.approx(sk().average_precision_score(LABELS, PROBABILITIES))
     two, is_second = SCORES[:, :2], (LABELS == 1).astype(int)
     assert measure(names, two, is_second)["roc_auc"] == pytest.approx(
-        metrics.roc_auc_score(is_second, two[:, 1] - two[:, 0])
+        sk().roc_auc_score(is_second, two[:, 1] - two[:, 0])
     )
     assert measure([*names, "accuracy"], two, np.ones(200, int)).keys() == {"accuracy"}
     few = LABELS[LABELS < 2]
@@ -276,9 +273,9 @@ def test_named_metrics_of_numbers_are_those_of_scikit_learn() -> None:
     for outputs in (PREDICTED, PREDICTED[:, None], (PREDICTED, "hidden states")):
         found = measure(list(NUMBER_METRICS), outputs, TRUTH)
         assert set(found) == set(NUMBER_METRICS)
-        assert found["rmse"] == pytest.approx(metrics.root_mean_squared_error(TRUTH, PREDICTED))
-        assert found["r2"] == pytest.approx(metrics.r2_score(TRUTH, PREDICTED))
-        assert found["median_absolute_error"] == pytest.approx(metrics.median_absolute_error(TRUTH, PREDICTED))
+        assert found["rmse"] == pytest.approx(sk().root_mean_squared_error(TRUTH, PREDICTED))
+        assert found["r2"] == pytest.approx(sk().r2_score(TRUTH, PREDICTED))
+        assert found["median_absolute_error"] == pytest.approx(sk().median_absolute_error(TRUTH, PREDICTED))
         assert found["bias"] == pytest.approx(float((PREDICTED - TRUTH).mean()))
 
 
@@ -374,8 +371,7 @@ def test_a_better_model_is_better_on_each_resample_of_the_rows() -> None:
         remembered(EvalPrediction(predictions, labels))
         values.append(remembered.resampled(20)["accuracy"])
         assert remembered.resampled(20)["accuracy"] == values[-1]
-    assert values[0] == [1.0] * 20
-    assert np.mean(values[1]) == pytest.approx(0.9, abs=0.03)
+    assert values[0] == [1.0] * 20 and np.mean(values[1]) == pytest.approx(0.9, abs=0.03)
     assert len(set(values[1])) > 3
 
 

@@ -17,7 +17,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
-from sklearn.metrics import f1_score, precision_score, recall_score
 
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.outputs import EvalPrediction
@@ -42,14 +41,10 @@ def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
     scores = np.eye(3)[labels]
     scores[37] = [0, 0, 1]  # a 1 that is taken for a 2
     found = summarize_outcomes(scores, labels, lambda row: 100 + row)
-    assert found is not None
-    assert (found["kind"], found["rows"]) == ("classes", 40)
-    assert found["matrix"] == [[10, 0, 0], [0, 9, 1], [0, 0, 20]]
-    assert found["samples"][0] == [100, 0, 0]
-    assert found["samples"][SAMPLES:] == [[137, 1, 2]]
-    assert found["confusions"] == [[1, 2, 1, [137]]]
-    assert len(found["hardest"]) == 40
-    assert found["hardest"][0] == [137, 1, 2, pytest.approx(1.55144, abs=1e-5)]
+    assert found is not None and (found["kind"], found["rows"]) == ("classes", 40)
+    assert found["matrix"] == [[10, 0, 0], [0, 9, 1], [0, 0, 20]] and found["samples"][0] == [100, 0, 0]
+    assert found["samples"][SAMPLES:] == [[137, 1, 2]] and found["confusions"] == [[1, 2, 1, [137]]]
+    assert len(found["hardest"]) == 40 and found["hardest"][0] == [137, 1, 2, pytest.approx(1.55144, abs=1e-5)]
     assert found["hardest"][1][3] == pytest.approx(0.551445, abs=1e-5)
     # All have a confidence of e / (e + 2).
     assert found["reliability"] == [[pytest.approx(0.576117, abs=1e-5), 0.975, 40]]
@@ -59,8 +54,7 @@ def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
 def test_a_row_that_the_model_rules_out_is_the_hardest_and_its_loss_is_no_number() -> None:
     scores = np.array([[0.0, 0.0], [0.0, -np.inf], [3.0, 0.0]])
     found = summarize_outcomes(scores, np.array([0, 1, 1]))
-    assert found is not None
-    assert [row for row, *_ in found["hardest"]] == [1, 2, 0]
+    assert found is not None and [row for row, *_ in found["hardest"]] == [1, 2, 0]
     assert found["hardest"][0] == [1, 1, 0, None]
     json.dumps(found, allow_nan=False)
 
@@ -68,11 +62,9 @@ def test_a_row_that_the_model_rules_out_is_the_hardest_and_its_loss_is_no_number
 def test_classes_whose_probability_alone_is_known_are_counted_and_calibrated() -> None:
     labels, guessed = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0])
     found = summarize_outcomes(guessed, labels, confidence=np.array([0.9, 0.9, 0.55, 0.9]), classes=3)
-    assert found is not None
-    assert found["matrix"] == [[2, 0, 0], [1, 1, 0], [0, 0, 0]]
+    assert found is not None and found["matrix"] == [[2, 0, 0], [1, 1, 0], [0, 0, 0]]
     assert found["reliability"] == [[0.55, 0.0, 1], [pytest.approx(0.9), 1.0, 3]]
-    assert found["samples"][:2] == [[0, 0, 0], [1, 1, 1]]
-    assert found["hardest"] == []
+    assert found["samples"][:2] == [[0, 0, 0], [1, 1, 1]] and found["hardest"] == []
     assert summarize_outcomes(guessed, labels) is None
 
 
@@ -83,11 +75,9 @@ def test_the_largest_confusions_have_their_worst_rows() -> None:
     scores[4] = [0, 9, 0]
     scores[12] = [2, 0, 0]
     found = summarize_outcomes(scores, labels, lambda row: f"r{row}")
-    assert found is not None
-    assert found["confusions"] == [[0, 1, 5, ["r4", "r0", "r1"]], [2, 0, 1, ["r12"]]]
+    assert found is not None and found["confusions"] == [[0, 1, 5, ["r4", "r0", "r1"]], [2, 0, 1, ["r12"]]]
     inputs = collect_inputs(found, lambda row_id: {"x": row_id, "labels": 0})
-    assert inputs["r12"] == {"text": "r12"}
-    assert inputs.keys() == {f"r{row}" for row in range(16)}
+    assert inputs["r12"] == {"text": "r12"} and inputs.keys() == {f"r{row}" for row in range(16)}
 
 
 def _scored(classes: int, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
@@ -99,6 +89,8 @@ def _scored(classes: int, rows: int = 600) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize("classes", [2, 4])
 def test_curves_are_those_of_scikit_learn_and_the_threshold_has_its_scores(classes: int) -> None:
+    from sklearn.metrics import f1_score, precision_score, recall_score  # seconds: not for every worker
+
     scores, labels = _scored(classes)
     found = summarize_outcomes(scores, labels)
     assert found is not None
@@ -119,8 +111,7 @@ def test_curves_are_those_of_scikit_learn_and_the_threshold_has_its_scores(class
     assert mark["recall"] == pytest.approx(recall_score(labels, guessed), rel=1e-5)
     assert mark["f1"] == pytest.approx(f1_score(labels, guessed), rel=1e-5)
     at_best = scores[:, 1] - scores[:, 0] >= np.log(mark["best"] / (1 - mark["best"])) - 1e-4
-    assert mark["best_f1"] == pytest.approx(f1_score(labels, at_best), abs=2e-3)
-    assert mark["best_f1"] >= mark["f1"]
+    assert mark["best_f1"] == pytest.approx(f1_score(labels, at_best), abs=2e-3) and mark["best_f1"] >= mark["f1"]
     json.dumps(found, allow_nan=False)
 
 
@@ -132,8 +123,7 @@ def test_there_are_no_curves_without_scores_of_rows_of_both_kinds(change: str) -
     else:
         scores[3] = np.nan if change == "nan" else scores[3]
         found = summarize_outcomes(scores, labels * (change != "one class"))
-    assert found is not None
-    assert not found.get("curves")
+    assert found is not None and not found.get("curves")
 
 
 def _measure_importance(seconds: float = 60.0, **columns: Any) -> Any:
@@ -211,8 +201,7 @@ def test_the_subgroup_with_more_errors_comes_first_and_the_same_every_time(errs:
     assert 30 <= rows < 300 and own > 1.5 * rest and chance < 1e-3
     assert len(weak["groups"]) <= 3 and weak["rows"] == GROUPED
     # Sites, quarters of ages and of two lengths, grades, the predicted class: what is rare is not tested.
-    assert weak["tested"] == 3 + 4 + 4 + 4 + 3 + (0 if numbers else 2)
-    assert weak == _find_weak(errs, numbers=numbers)
+    assert weak["tested"] == 3 + 4 + 4 + 4 + 3 + (0 if numbers else 2) and weak == _find_weak(errs, numbers=numbers)
 
 
 def test_what_is_tested_often_is_not_taken_for_news() -> None:
@@ -252,8 +241,7 @@ def _png(mode: str, size: tuple[int, int]) -> bytes:
 )
 def test_an_input_is_a_short_text_and_a_small_picture(row: Any, text: str, image: tuple[int, int] | None) -> None:
     shown = describe_input(row)
-    assert shown["text"] == text
-    assert ("image" in shown) == (image is not None)
+    assert shown["text"] == text and ("image" in shown) == (image is not None)
     if image is not None:
         head, _, data = shown["image"].partition(";base64,")
         assert head in ("data:image/png", "data:image/jpeg")
@@ -266,14 +254,11 @@ def test_numbers_are_thinned_and_the_worst_row_is_a_sample(shape: tuple[int, ...
     predicted = measured + 0.125
     predicted[4321] = 9.0
     found = summarize_outcomes(predicted, measured)
-    assert found is not None
-    assert (found["kind"], found["rows"]) == ("numbers", 5000)
+    assert found is not None and (found["kind"], found["rows"]) == ("numbers", 5000)
     assert len(found["measured"]) == len(found["predicted"]) == MAX_ROWS
     assert 4321 in [row for row, _, _ in found["samples"]]
-    assert found["samples"][0] == [0, 0.0, 0.125]
-    assert len(found["hardest"]) == HARDEST
-    assert found["hardest"][0][0] == 4321
-    assert found["hardest"][0][3] == pytest.approx(9.0 - 4321 / 4999, abs=1e-4)
+    assert found["samples"][0] == [0, 0.0, 0.125] and len(found["hardest"]) == HARDEST
+    assert found["hardest"][0][0] == 4321 and found["hardest"][0][3] == pytest.approx(9.0 - 4321 / 4999, abs=1e-4)
     json.dumps(found, allow_nan=False)
 
 
@@ -313,8 +298,7 @@ def test_rows_come_back_as_one_array_from_memory_and_from_disk_padded_on_the_rig
     arrays = [np.arange(count * width, dtype=np.float32).reshape(count, width) for count in (2, 1)]
     assert np.array_equal(filled(tmp_path, arrays), np.concatenate(arrays))
     ragged = filled(tmp_path, [np.ones((2, width), np.int64), np.ones((1, width + 3), np.int64)])
-    assert ragged.shape == (3, width + 3)
-    assert (ragged[:2, width:] == -100).all()
+    assert ragged.shape == (3, width + 3) and (ragged[:2, width:] == -100).all()
     assert ragged.sum() == 2 * width + width + 3 - 2 * 3 * 100
     assert list(tmp_path.iterdir()) == []
 
@@ -348,8 +332,7 @@ def test_trees_keep_their_shape(tmp_path: Path) -> None:
     for _ in range(2):
         one.append({"logits": (np.ones((2, 3)), [np.zeros(2)]), "labels": None})
     found = one.tree()
-    assert found["labels"] is None
-    assert found["logits"][0].shape == (4, 3)
+    assert found["labels"] is None and found["logits"][0].shape == (4, 3)
     assert isinstance(found["logits"][1], list)
     assert [len(each["logits"][0]) for each in one.by_batch()] == [2, 2]
     with pytest.raises(DataError, match="differ in what the model returns"):
@@ -367,14 +350,12 @@ def test_packing_is_undone_by_unpacking(shapes: list[tuple[int, int]], nest: boo
     found = nested.unpack_tree(nested.pack_tree(nested.to_numpy(tree)))
     assert nested.describe_form(found, []) == nested.describe_form(nested.to_numpy(tree), [])
     for mine, theirs in zip(nested.list_leaves(tree), nested.list_leaves(found), strict=True):
-        assert np.array_equal(mine, theirs)
-        assert np.asarray(mine).dtype == theirs.dtype
+        assert np.array_equal(mine, theirs) and np.asarray(mine).dtype == theirs.dtype
 
 
 def test_tensors_become_arrays() -> None:
     found = nested.to_numpy((torch.ones(2, dtype=torch.bfloat16), torch.tensor([1]), None))
-    assert found[0].dtype == np.float32
-    assert found[1].dtype == np.int64
+    assert found[0].dtype == np.float32 and found[1].dtype == np.int64
     assert found[2] is None
     with pytest.raises(ConfigError, match="not a tensor"):
         nested.to_numpy({"cache": object()})

@@ -17,15 +17,16 @@ from tests.support.training import trained, trainer
 from trainer_lib import Trainer
 from trainer_lib.errors import ConfigError
 
-accelerate: Any = pytest.importorskip("accelerate")
-
 ROWS = classification_rows(12)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def accelerate() -> Any:
+    return pytest.importorskip("accelerate")  # seconds: not for every worker that collects this file
+
+
 # ------------------------------------------------------------------------------------------------- nothing behind us
-
-
-def test_making_the_accelerator_changes_nothing_in_the_process(tmp_path: Path) -> None:
+def test_making_the_accelerator_changes_nothing_in_the_process(accelerate: Any, tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, bf16=True)
     before = dict(os.environ), torch.get_num_threads(), torch.random.get_rng_state()
     helper = one.accelerator
@@ -36,7 +37,7 @@ def test_making_the_accelerator_changes_nothing_in_the_process(tmp_path: Path) -
     assert helper.mixed_precision == helper.state.mixed_precision == "bf16" and helper.scaler is None
 
 
-def test_two_trainers_of_one_process_and_an_accelerator_of_ones_own_have_their_own_precision(tmp_path: Path) -> None:
+def test_trainers_and_an_accelerator_of_ones_own_have_their_own_precision(accelerate: Any, tmp_path: Path) -> None:
     from accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
@@ -222,8 +223,7 @@ def test_one_process_gathers_its_own(tmp_path: Path) -> None:
     helper, data = trainer(tmp_path, ROWS).accelerator, {"a": torch.ones(2), "b": (torch.tensor(1.0),)}
     assert helper.gather_for_metrics(["text", {}]) == ["text", {}]
     assert helper.gather(data) is helper.gather_for_metrics(data) is data
-    assert helper.pad_across_processes(data)["a"] is data["a"]
-    assert helper.reduce(data, "mean")["b"][0] == 1.0
+    assert helper.pad_across_processes(data)["a"] is data["a"] and helper.reduce(data, "mean")["b"][0] == 1.0
     with helper.split_between_processes([1, 2]) as share, helper.local_main_process_first():
         assert share == [1, 2]
     ran: list[int] = []

@@ -111,9 +111,7 @@ def test_a_loss_that_waits_is_counted(tmp_path: Path) -> None:
     assert found == {"aten._local_scalar_dense.default": 2 * STEPS}
 
 
-def test_a_step_that_is_not_finite_is_skipped_alike_on_the_device_and_on_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_that_is_not_finite_is_skipped_on_every_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Spoilt(Trainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().compute_loss(*args, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import nn
 
 from tests.support.searching import search_trainer
@@ -324,41 +324,61 @@ class Mixin:
         return self.shared * 2
 
 
-@dataclass
-class LibraryConfig(Mixin, transformers.TrainingArguments):
-    """A configuration that a library derives from transformers' arguments."""
+def library_config() -> Any:
+    import transformers  # seconds: not for every worker that collects this file
 
-    SCALE = 3
+    @dataclass
+    class LibraryConfig(Mixin, transformers.TrainingArguments):
+        """A configuration that a library derives from transformers' arguments."""
 
-    learning_rate: float = field(default=0.25)
-    beta: float = field(default=0.1)
-    names: list[str] = field(default_factory=list)
+        SCALE = 3
 
-    def __post_init__(self) -> None:
-        super().__post_init__()  # type: ignore[no-untyped-call]
-        self.derived = 7
+        learning_rate: float = field(default=0.25)
+        beta: float = field(default=0.1)
+        names: list[str] = field(default_factory=list)
 
-    @property
-    def double(self) -> float:
-        return self.beta * 2
+        def __post_init__(self) -> None:
+            super().__post_init__()  # type: ignore[no-untyped-call]
+            self.derived = 7
 
-    @cached_property
-    def tripled(self) -> float:
-        return self.beta * self.SCALE
+        @property
+        def double(self) -> float:
+            return self.beta * 2
 
-    @staticmethod
-    def unit() -> str:
-        return "tokens"
+        @cached_property
+        def tripled(self) -> float:
+            return self.beta * self.SCALE
 
-    def scaled(self, by: float) -> float:
-        return self.beta * by
+        @staticmethod
+        def unit() -> str:
+            return "tokens"
 
-    def to_dict(self) -> dict[str, Any]:
-        return {**super().to_dict(), "extra": 1}  # type: ignore[no-untyped-call]
+        def scaled(self, by: float) -> float:
+            return self.beta * by
+
+        def to_dict(self) -> dict[str, Any]:
+            return {**super().to_dict(), "extra": 1}  # type: ignore[no-untyped-call]
+
+    return LibraryConfig
 
 
-def theirs(**given: Any) -> Any:
-    return transformers.TrainingArguments("out", use_cpu=True, report_to="none", **given)
+def colliding_config() -> Any:
+    import transformers
+
+    @dataclass
+    class Collides(transformers.TrainingArguments):
+        """Adds a field that means something here."""
+
+        global_batch_size: int | None = None
+        logging_dir: str | None = None  # an argument of older versions, which means the same here
+
+    return Collides
+
+
+def theirs(kind: str = "TrainingArguments", **given: Any) -> Any:
+    import transformers
+
+    return getattr(transformers, kind)("out", use_cpu=True, report_to="none", **given)
 
 
 def changes(args: TrainingArguments) -> dict[str, Any]:
@@ -369,10 +389,8 @@ def changes(args: TrainingArguments) -> dict[str, Any]:
 
 def test_their_arguments_at_their_defaults_said_nothing() -> None:
     assert changes(adopt_arguments(theirs())) == {}
-    other = transformers.Seq2SeqTrainingArguments("out", use_cpu=True, report_to="none")
-    adopted = adopt_arguments(other)
-    assert type(adopted) is Seq2SeqTrainingArguments
-    assert changes(adopted) == {}
+    adopted = adopt_arguments(theirs("Seq2SeqTrainingArguments"))
+    assert type(adopted) is Seq2SeqTrainingArguments and changes(adopted) == {}
     ours = TrainingArguments("out")
     assert adopt_arguments(ours) is ours
 
@@ -403,12 +421,11 @@ def test_sharding_wraps_layers_as_it_does_there(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_class_derived_from_theirs_keeps_its_fields_and_methods_and_trains(tmp_path: Path) -> None:
     common: dict[str, Any] = {"use_cpu": True, "report_to": "none", "max_steps": 2, "save_strategy": "no"}
-    given: Any = LibraryConfig(str(tmp_path), **common, eval_strategy="steps", eval_steps=1, names=["a"])
+    given: Any = library_config()(str(tmp_path), **common, eval_strategy="steps", eval_steps=1, names=["a"])
     given.set_by_hand = "yes"
     trainer = Trainer(TokenModel(), given, train_dataset=TOKENS, eval_dataset=TOKENS)
     args: Any = trainer.args
-    assert isinstance(args, TrainingArguments)
-    assert type(args).__name__ == "LibraryConfig"
+    assert isinstance(args, TrainingArguments) and type(args).__name__ == "LibraryConfig"
     assert (args.learning_rate, args.beta, args.double, args.names) == (0.25, 0.1, 0.2, ["a"])
     assert (args.scaled(3), args.derived, args.set_by_hand) == (pytest.approx(0.3), 7, "yes")
     assert (args.shared, args.doubled(), args.SCALE, args.unit()) == (5, 10, 3, "tokens")
@@ -427,8 +444,8 @@ def test_what_cannot_be_served_is_refused_by_its_name(tmp_path: Path, monkeypatc
     # A newer transformers may have a field that is unknown here.
     known = dataclasses.field(default=1)
     known.name, known._field_type = "brand_new", dataclasses._FIELD  # type: ignore[attr-defined]
-    monkeypatch.setitem(transformers.TrainingArguments.__dataclass_fields__, "brand_new", known)
-    monkeypatch.setattr(transformers.TrainingArguments, "brand_new", 1, raising=False)
+    monkeypatch.setitem(type(given).__dataclass_fields__, "brand_new", known)
+    monkeypatch.setattr(type(given), "brand_new", 1, raising=False)
     newer: Any = theirs()
     assert changes(adopt_arguments(newer)) == {}
     newer.brand_new = 2
@@ -437,16 +454,8 @@ def test_what_cannot_be_served_is_refused_by_its_name(tmp_path: Path, monkeypatc
     assert (caught.value.field, caught.value.value) == ("brand_new", "2")
 
 
-@dataclass
-class Collides(transformers.TrainingArguments):
-    """Adds a field that means something here."""
-
-    global_batch_size: int | None = None
-    logging_dir: str | None = None  # an argument of older versions, which means the same here
-
-
 def test_a_field_of_a_library_is_not_taken_for_an_argument_of_ours() -> None:
-    given: Any = Collides("out", use_cpu=True, logging_dir="logs")
+    given: Any = colliding_config()("out", use_cpu=True, logging_dir="logs")
     adopted = adopt_arguments(given)
     assert (adopted.global_batch_size, adopted.logging_dir) == (None, "logs")
     given.global_batch_size = 64
@@ -460,16 +469,16 @@ def test_a_field_of_a_library_is_not_taken_for_an_argument_of_ours() -> None:
         ({"learning_rate": 1.0}, "args", "TrainingArguments.from_dict(values)"),
         ("out", "args", "These are not training arguments"),
         (TrainingArguments, "args", "not their class"),
-        (transformers.TrainingArguments, "args", "not their class"),
+        (lambda: type(theirs()), "args", "not their class"),
         (argparse.Namespace(learning_rate=1.0, lerning=2), "args.lerning", "The arguments are a Namespace"),
         (SimpleNamespace(learning_rate=1.0), "args", "These are not training arguments"),
     ],
 )
 def test_what_is_not_a_set_of_arguments_is_refused(given: Any, field: str, part: str) -> None:
+    given = given() if callable(given) and not isinstance(given, type) else given
     with pytest.raises(ConfigError) as caught:
         Trainer(TokenModel(), given)
-    assert caught.value.field == field
-    assert caught.value.remedy
+    assert caught.value.field == field and caught.value.remedy
     assert part in str(caught.value)
 
 
@@ -479,7 +488,9 @@ def test_our_arguments_train_with_their_trainer(kind: str, tmp_path: Path) -> No
     args = cls(str(tmp_path), use_cpu=True, max_steps=2, eval_strategy="steps", eval_steps=1, save_steps=2)
     args.dataloader_pin_memory = False
     rows: Any = TOKENS
-    trainer = getattr(transformers, kind)(TokenModel(), args, train_dataset=rows, eval_dataset=rows)
+    trainer = getattr(importlib.import_module("transformers"), kind)(
+        TokenModel(), args, train_dataset=rows, eval_dataset=rows
+    )
     trainer.train()
     assert trainer.state.global_step == 2
     assert "eval_loss" in trainer.evaluate()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 from pathlib import Path
@@ -21,14 +22,16 @@ SAVED: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps":
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
+def peft() -> Any:
+    return importlib.import_module("peft")  # seconds: not for every worker that collects this file
+
+
 def lora(*, seed: int = 0, base: Any = None, **given: Any) -> Any:
     """A tiny decoder with LoRA on its queries and values, and dropout in it."""
-    from peft import LoraConfig, get_peft_model
-
     model = llama() if base is None else base
     torch.manual_seed(seed)
     settings = {"r": 2, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", **given}
-    return get_peft_model(model, LoraConfig(**settings))
+    return peft().get_peft_model(model, peft().LoraConfig(**settings))
 
 
 def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -36,8 +39,7 @@ def adapters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[name]) for name, value in one.items())
+    assert one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
 
 
 def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
@@ -54,7 +56,6 @@ def test_only_the_adapters_are_trained(tmp_path: Path) -> None:
 
 
 def test_save_model_and_checkpoints_hold_the_adapter_that_peft_loads_and_not_the_base(tmp_path: Path) -> None:
-    from peft import PeftModel
     from safetensors.torch import load_file
 
     model = lora()
@@ -64,20 +65,18 @@ def test_save_model_and_checkpoints_hold_the_adapter_that_peft_loads_and_not_the
     assert names == {"adapter_model.safetensors", "adapter_config.json", "training_args.json"}
     assert load_file(tmp_path / "checkpoint-2" / "model.safetensors").keys() == adapters(model).keys()
     for folder in ("model", "checkpoint-2"):
-        assert_same(adapters(PeftModel.from_pretrained(llama(), tmp_path / folder)), adapters(model))
+        assert_same(adapters(peft().PeftModel.from_pretrained(llama(), tmp_path / folder)), adapters(model))
 
 
 def test_several_adapters_go_to_folders_of_their_own(tmp_path: Path) -> None:
-    from peft import LoraConfig, PeftModel
-
     model = lora()
-    model.add_adapter("second", LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM"))
+    model.add_adapter("second", peft().LoraConfig(r=3, target_modules=["o_proj"], task_type="CAUSAL_LM"))
     model.set_adapter("second")
     trainer(tmp_path, ROWS, model=model, **SAVED).train()
     checkpoint = tmp_path / "checkpoint-2"
     for folder, rank in ((checkpoint, 2), (checkpoint / "second", 3)):
         assert json.loads((folder / "adapter_config.json").read_text())["r"] == rank
-    loaded = PeftModel.from_pretrained(llama(), checkpoint)
+    loaded = peft().PeftModel.from_pretrained(llama(), checkpoint)
     loaded.load_adapter(checkpoint / "second", "second")
     assert_same(adapters(loaded), adapters(model))
 
@@ -104,16 +103,12 @@ def test_the_best_adapter_is_put_back_at_the_end(tmp_path: Path) -> None:
     assert_same(adapters(model), measured.kept[1])
 
 
-def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from peft import LoraConfig
-
+def test_adapters_added_to_a_model_itself_are_saved_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # transformers 5.24 asks for peft 0.22, which is not published; the check is all that stops an older one.
     monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "0.18.0")
     model = llama()
     torch.manual_seed(0)
-    model.add_adapter(LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
+    model.add_adapter(peft().LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
     one = trained(tmp_path / "run", ROWS, model=model, **SAVED)
     one.save_model(str(tmp_path / "model"))
     for folder in (tmp_path / "model", tmp_path / "run" / "checkpoint-2"):
@@ -123,10 +118,8 @@ def test_adapters_added_to_a_transformers_model_itself_are_saved_alike(
 
 
 def test_labels_columns_and_the_count_are_those_of_the_model_inside(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
     inside = bert(cls="BertForQuestionAnswering", num_labels=2)
-    one = trainer(tmp_path, None, model=get_peft_model(inside, LoraConfig(target_modules=["query"])))
+    one = trainer(tmp_path, None, model=peft().get_peft_model(inside, peft().LoraConfig(target_modules=["query"])))
     assert one.label_names == ["start_positions", "end_positions"]
     assert "token_type_ids" in (one._trainflow.facts.forward.columns or ())
 
@@ -149,32 +142,13 @@ def test_neftune_finds_the_embedding_under_the_adapters(tmp_path: Path) -> None:
     assert losses[0].training_loss != losses[1].training_loss
 
 
-class Quantised(nn.Linear):
-    """What a quantised model says of itself."""
-
-    is_quantized = True
-    quantization_method = "bitsandbytes"
-
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None) -> Any:
-        out = super().forward(x)
-        return {"loss": out.square().mean(), "logits": out}
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        raise ValueError("`.to` is not supported for quantised models")
-
-
-def test_quantised_weights_without_adapters_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model = Quantised: The model is quantised, .*get_peft_model"):
-        trainer(tmp_path, None, model=Quantised(2, 2))
-
-
-def test_quantised_weights_under_adapters_are_trained_where_they_are(tmp_path: Path) -> None:
-    from peft import LoraConfig, get_peft_model
-
+def test_quantised_weights_are_trained_where_they_are_but_not_without_adapters(tmp_path: Path) -> None:
     model = llama()
     model.is_quantized, model.quantization_method = True, "bitsandbytes"
+    with pytest.raises(ConfigError, match=r"model = LlamaForCausalLM: The model is quantised, .*get_peft_model"):
+        trainer(tmp_path, None, model=model)
     moved: list[Any] = []
-    adapted: Any = get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    adapted = lora(base=model, target_modules=["q_proj"])
     adapted.to = lambda *args, **kwargs: moved.append(args)
     one = trainer(tmp_path, ROWS, model=adapted, max_steps=1)
     assert one.place_model_on_device is False
@@ -191,9 +165,7 @@ def test_quantised_weights_under_adapters_are_trained_where_they_are(tmp_path: P
         ({"": "cpu"}, False, None),
     ],
 )
-def test_a_model_spread_over_devices_or_offloaded_stays_where_it_is(
-    devices: dict[str, Any], parallel: bool, placed: bool | None, tmp_path: Path
-) -> None:
+def test_a_model_on_several_devices_stays(devices: Any, parallel: bool, placed: bool | None, tmp_path: Path) -> None:
     model = llama()
     model.hf_device_map = devices
     one = trainer(tmp_path, ROWS, model=model)
@@ -202,12 +174,10 @@ def test_a_model_spread_over_devices_or_offloaded_stays_where_it_is(
 
 
 def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:
-    from peft import PromptTuningConfig, get_peft_model
-
     def made(seed: int) -> Any:
         model = llama()
         torch.manual_seed(seed)
-        return get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        return peft().get_peft_model(model, peft().PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
 
     logging.getLogger("peft").setLevel(logging.ERROR)
     given: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
@@ -225,12 +195,10 @@ def test_a_prompt_is_trained_and_resumed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", ["PromptTuningConfig", "PromptEncoderConfig", "PrefixTuningConfig", "LoraConfig"])
 def test_trained_tokens_before_the_rows_do_not_change_the_scale_of_the_loss(kind: str, tmp_path: Path) -> None:
     """Of a row of five tokens, six would have been counted in the loss and five in its weight, or the other way."""
-    import peft
-
     logging.getLogger("peft").setLevel(logging.ERROR)
     torch.manual_seed(0)
     settings: dict[str, Any] = {"r": 2} if kind == "LoraConfig" else {"num_virtual_tokens": 3}
-    model = peft.get_peft_model(llama(), getattr(peft, kind)(task_type="CAUSAL_LM", **settings))
+    model = peft().get_peft_model(llama(), getattr(peft(), kind)(task_type="CAUSAL_LM", **settings))
     rows = [*lm_rows(4, ragged=False), *lm_rows(4)]
     given: dict[str, Any] = {"learning_rate": 0.0, "logging_steps": 1, "logging_strategy": "steps", "max_steps": 1}
     one = trainer(tmp_path, rows, model=model, global_batch_size=8, **given)

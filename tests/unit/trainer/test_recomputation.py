@@ -91,8 +91,7 @@ def peak(choice: dict[str, Any] | None) -> int:
 
 def test_the_more_is_recomputed_the_less_is_kept() -> None:
     full, half, kept, nothing = (peak(choice) for choice in ({"every": 1}, {"every": 2}, {"save": "mm"}, None))
-    assert full < 0.5 * nothing
-    assert full < half < nothing
+    assert full < 0.5 * nothing and full < half < nothing
     assert full < kept < nothing
 
 
@@ -142,8 +141,7 @@ def test_only_the_named_operators_run_once() -> None:
 )  # fmt: skip
 def test_blocks_are_the_layers_that_a_model_repeats(model: Any, choice: dict[str, Any], names: list[str]) -> None:
     settings = Recomputation.of(choice)
-    assert settings is not None
-    assert [type(block).__name__ for block in find_blocks(model(), settings)] == names
+    assert settings is not None and [type(block).__name__ for block in find_blocks(model(), settings)] == names
 
 
 def test_the_model_is_as_before_after_training(tmp_path: Path) -> None:
@@ -171,9 +169,7 @@ def test_the_model_is_as_before_after_training(tmp_path: Path) -> None:
         ({"every": 1}, {"model": Stacked(norm=True)}, r"kwargs.blocks = Block: Its running statistics"),
     ],
 )
-def test_what_cannot_be_chosen_is_refused(
-    choice: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path
-) -> None:
+def test_a_wrong_choice_is_refused(choice: dict[str, Any], more: dict[str, Any], message: str, tmp_path: Path) -> None:
     settings = {"model": Stacked(), "gradient_checkpointing": True, "gradient_checkpointing_kwargs": choice, **more}
     with pytest.raises(ConfigError, match=message):
         trainer(tmp_path, classification_rows(4), **settings)

@@ -57,7 +57,7 @@ ROWS = classification_rows(10)
 )
 def test_length(given: dict[str, Any], steps: int, epoch: float, tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, **given)
-    found = (one.train().global_step, one.state.global_step, one.state.max_steps, one.state.epoch)
+    found: Any = (one.train().global_step, one.state.global_step, one.state.max_steps, one.state.epoch)
     assert found == (steps, steps, steps, pytest.approx(epoch))
 
 

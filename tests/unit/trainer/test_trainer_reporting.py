@@ -121,8 +121,6 @@ def test_a_tracker_of_another_package_is_served_by_its_own_callback_and_cannot_e
 
 
 # --------------------------------------------------------------------------------------------------- removing by class
-
-
 def test_ours_is_found_by_the_class_that_transformers_has_for_it(tmp_path: Path) -> None:
     transformers, trackers = (importlib.import_module(name) for name in ("transformers", "transformers.integrations"))
     one = trainer(tmp_path, ROWS, report_to=["mlflow"], disable_tqdm=False, **LOGGED)

@@ -42,10 +42,8 @@ def test_save_model_and_checkpoints_write_what_from_pretrained_loads(tied: bool,
     one.save_model(str(tmp_path / "model"))
     for folder in ("model", "checkpoint-2"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
-        assert same_weights(loaded, model)
-        assert (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
-        assert loaded.generation_config.max_new_tokens == 5
-        assert loaded.config.architectures == ["LlamaForCausalLM"]
+        assert same_weights(loaded, model) and (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
+        assert loaded.generation_config.max_new_tokens == 5 and loaded.config.architectures == ["LlamaForCausalLM"]
         assert loaded.config.use_cache is True
     assert AutoTokenizer.from_pretrained(tmp_path / "model")("cat sat")["input_ids"] == [5, 7]
 
@@ -84,8 +82,7 @@ def test_predictions_leave_out_keys_and_values_and_what_the_configuration_says(t
     model = llama()
     assert any("Cache" in type(value).__name__ for value in model(torch.tensor([[1, 2]])).values())
     predictions = trainer(tmp_path, ROWS, model=model).predict(ROWS).predictions
-    assert isinstance(predictions, np.ndarray)
-    assert predictions.shape == (16, 8, 32)
+    assert isinstance(predictions, np.ndarray) and predictions.shape == (16, 8, 32)
     model.config.keys_to_ignore_at_inference = ["logits", "cache", "past_key_values"]
     assert trainer(tmp_path, ROWS, model=model).predict(ROWS).predictions is None
 
@@ -97,8 +94,7 @@ def test_question_answering_has_two_labels(tmp_path: Path) -> None:
     one.train()
     output = one.predict(rows)
     assert [part.shape for part in output.predictions] == [(8, 8), (8, 8)]
-    assert [part.tolist() for part in output.label_ids] == [[1] * 8, [3] * 8]
-    assert output.metrics is not None
+    assert [part.tolist() for part in output.label_ids] == [[1] * 8, [3] * 8] and output.metrics is not None
     assert output.metrics["test_loss"] > 0
 
 
@@ -142,13 +138,6 @@ def test_gradient_checkpointing_recomputes_and_gives_the_same_gradients(kwargs: 
     assert len(calls) == 3
 
 
-def test_gradient_checkpointing_is_refused_where_the_model_has_no_support(tmp_path: Path) -> None:
-    model = llama()
-    model.supports_gradient_checkpointing = False
-    with pytest.raises(ConfigError, match=r"gradient_checkpointing = True: .*does not support"):
-        trainer(tmp_path, ROWS, model=model, gradient_checkpointing=True).train()
-
-
 def test_neftune_disturbs_the_embeddings_while_training_only(tmp_path: Path) -> None:
     one, noise = llama(), dict[bool, float]()
 
@@ -189,9 +178,7 @@ def compiled() -> Any:
     torch._dynamo.reset()
 
 
-def test_torch_compile_hands_the_model_to_its_backend_and_has_the_exact_loss(
-    compiled: dict[str, Any], tmp_path: Path
-) -> None:
+def test_torch_compile_calls_its_backend_and_has_the_exact_loss(compiled: dict[str, Any], tmp_path: Path) -> None:
     given: dict[str, Any] = {"max_steps": 2, "gradient_accumulation_steps": 2, "train_sampling_strategy": "sequential"}
     given |= {"logging_strategy": "steps", "logging_steps": 1}
     plain = trained(tmp_path / "plain", ROWS, model=llama(num_hidden_layers=1), **given)
@@ -205,9 +192,7 @@ def test_torch_compile_hands_the_model_to_its_backend_and_has_the_exact_loss(
     assert all(not name.startswith("_orig_mod") for name in one.model.state_dict())
 
 
-def test_the_cache_of_the_device_is_emptied_every_so_many_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_devices_cache_is_emptied_every_so_many_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     emptied: list[int] = []
     one = trainer(tmp_path, classification_rows(24), max_steps=5, torch_empty_cache_steps=2)
     monkeypatch.setattr(
@@ -235,6 +220,10 @@ def test_a_plain_module_may_offer_gradient_checkpointing_without_settings(tmp_pa
     refused = trainer(tmp_path, token_rows(4), model=OldSwitch(), max_steps=1, **given)
     with pytest.raises(ConfigError, match=r"gradient_checkpointing_kwargs = .*takes no such settings"):
         refused.train()
+    model = llama()
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ConfigError, match=r"gradient_checkpointing = True: .*does not support"):
+        trainer(tmp_path, ROWS, model=model, gradient_checkpointing=True).train()
 
 
 def test_neftune_does_not_guess_among_embeddings(tmp_path: Path) -> None:
@@ -246,9 +235,7 @@ def test_neftune_does_not_guess_among_embeddings(tmp_path: Path) -> None:
 
 # -- precision ---------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(("name", "dtype"), [("bf16_full_eval", torch.bfloat16), ("fp16_full_eval", torch.float16)])
-def test_a_full_evaluation_in_half_precision_leaves_every_bit_as_it_was(
-    name: str, dtype: torch.dtype, tmp_path: Path
-) -> None:
+def test_a_full_evaluation_in_half_precision_changes_no_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     seen: list[torch.dtype] = []
     model = llama(tie_word_embeddings=True)
     model.model.layers[0].mlp.register_forward_pre_hook(lambda module, args: seen.append(args[0].dtype))
@@ -269,9 +256,7 @@ def test_a_full_evaluation_in_half_precision_leaves_every_bit_as_it_was(
     assert {each.dtype for each in half.parameters()} == {torch.bfloat16}
 
 
-def test_label_smoothing_is_switched_off_for_labels_that_do_not_exclude_one_another(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_label_smoothing_is_off_where_several_labels_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "labels": torch.tensor([1.0, 0.0, 1.0])} for row in text_rows(8)]
     model = bert(problem_type="multi_label_classification")
     one = trained(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1)
@@ -294,9 +279,7 @@ def test_model_init_makes_the_same_model_for_every_training(tmp_path: Path) -> N
     assert one.model is made[-1]
 
 
-def test_full_determinism_switches_torchs_algorithms_and_repeats_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_full_determinism_switches_algorithms_and_repeats(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what `enable_full_determinism` does, which the argument calls."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     monkeypatch.setenv("TORCHINDUCTOR_DETERMINISTIC", "1")
@@ -355,8 +338,7 @@ def test_all_formats_of_a_dataset_lose_the_columns_the_model_does_not_take_and_t
 def test_an_iterable_dataset_loses_its_unused_columns_and_trains(tmp_path: Path) -> None:
     data = text_data().to_iterable_dataset()
     one = trained(tmp_path, data, model=bert(), max_steps=4, eval_dataset=data)
-    assert one.state.global_step == 4
-    assert one.evaluate()["eval_loss"] > 0
+    assert one.state.global_step == 4 and one.evaluate()["eval_loss"] > 0
     assert one.predict(data).predictions.shape == (12, 3)
 
 
@@ -394,9 +376,7 @@ def test_tokens_are_counted_as_asked(asked: Any, masked: bool, expected: int, tm
     assert one.state.log_history[0].get("num_input_tokens_seen") == (expected or None)
 
 
-def test_a_batch_without_tokens_is_said_once_and_counts_nothing(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_batch_without_tokens_is_told_once_and_counts_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "max_steps": 2}
     one = trained(tmp_path, classification_rows(8), **given)
     assert one.state.num_input_tokens_seen == 0
@@ -405,7 +385,7 @@ def test_a_batch_without_tokens_is_said_once_and_counts_nothing(
     ]
 
 
-def test_operations_are_six_per_token_and_parameter_outside_the_embeddings(tmp_path: Path) -> None:
+def test_operations_are_six_per_token_or_sample_and_parameter_outside_the_embeddings(tmp_path: Path) -> None:
     model = llama()
     # transformers' BatchEncoding is a UserDict.
     given: dict[str, Any] = {"data_collator": lambda rows: UserDict(default_data_collator(rows))}
@@ -413,8 +393,6 @@ def test_operations_are_six_per_token_and_parameter_outside_the_embeddings(tmp_p
     assert one.train().metrics["total_flos"] == 6 * model.num_parameters(exclude_embeddings=True) * 2 * 4 * 8
     assert one._trainflow.counters.own_tokens == 2 * 4 * 8
 
-
-def test_operations_of_plain_modules_count_tokens_or_samples(tmp_path: Path) -> None:
     tokens = trainer(tmp_path / "t", token_rows(8), model=TokenModel(), max_steps=2).train()
     assert tokens.metrics["total_flos"] == 6 * (8 * 11 + 11) * 2 * 4 * 7  # the head; the table multiplies nothing
     samples = trainer(tmp_path / "s", classification_rows(8), max_steps=2).train()
