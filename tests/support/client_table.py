@@ -1,21 +1,13 @@
-"""Outcomes of clients on both Trainers: what differs, and the rows of docs/clients.md.
-
-python -m tests.support.client_table TRL    runs a client, and writes its rows into the documentation
-"""
+"""Outcomes of clients on both Trainers: what differs, and the rows of docs/clients.md."""
 
 from __future__ import annotations
 
 import math
-import sys
-import tempfile
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 from tests.support.client_cases import STEPS
-from tests.support.clients import Runs, run_cases
 from tests.support.repository import ROOT
-from tests.support.script_runs import SCRIPTS, run_set
 
 PAGE = ROOT / "docs" / "clients.md"
 COLUMNS = ("constructs", "trains", "evaluates", "logs the same names", "saves", "resumes", "loads")
@@ -96,29 +88,3 @@ def row(name: str, ours: Outcome, theirs: Outcome) -> str:
 def _summarize(done: Mapping[str, bool]) -> str:
     missing = [column for column in COLUMNS if not done[column]]
     return f"all but {', '.join(missing)}" if missing else "all"
-
-
-def write_rows(runs: Runs) -> None:
-    """Put the row of each case into the table of docs/clients.md, in the place of the one it has there."""
-    lines = PAGE.read_text(encoding="utf-8").splitlines()
-    for name in runs.ours:
-        new = row(name, runs.ours[name], runs.transformers[name])
-        places = [number for number, line in enumerate(lines) if line.startswith(f"| {name} |")]
-        last = max(number for number, line in enumerate(lines) if line.startswith("|"))
-        lines[places[0] if places else last + 1 : places[0] + 1 if places else last + 1] = [new]
-    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def main(name: str) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        runs = run_set("own", SCRIPTS, Path(folder)) if name == "scripts" else run_cases(name, Path(folder))
-    write_rows(runs)
-    for case, outcome in runs.ours.items():
-        for step, text in outcome["errors"].items():
-            sys.stdout.write(f"{case} {step}: {text}\n")
-        for text in log_differences(outcome["logs"], runs.transformers[case]["logs"]):
-            sys.stdout.write(f"{case}: {text}\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
