@@ -20,21 +20,13 @@ STEPS = ("constructs", "trains", "evaluates", "saves", "resumes", "loads")
 
 @dataclass(frozen=True)
 class Case:
-    """One use of a client.
+    """One use of a client."""
 
-    Attributes:
-        name: the row's name in docs/clients.md.
-        build: output folder -> the client's trainer, always from the same weights and data.
-        load: folder of a saved model -> the model.
-        halfway: the step whose checkpoint a second trainer resumes from.
-        look: trainer -> what else is to be compared, as JSON; of both trainers.
-    """
-
-    name: str
-    build: Callable[[str], Any]
-    load: Callable[[str], Any]
-    halfway: int = 2
-    look: Callable[[Any], Any] | None = None
+    name: str  # the row's name in docs/clients.md
+    build: Callable[[str], Any]  # output folder -> the client's trainer, always from the same weights and data
+    load: Callable[[str], Any]  # folder of a saved model -> the model
+    halfway: int = 2  # the step whose checkpoint a second trainer resumes from
+    look: Callable[[Any], Any] | None = None  # trainer -> what else is to be compared, as JSON; of both trainers
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:

@@ -34,17 +34,11 @@ VALUES = [*NUMBERS, *TEXTS, None, [], {}, [[]], [None] * 3, {"": ""}, {"__tensor
 
 @dataclass
 class Target:
-    """A reader, and real inputs for it.
+    """A reader, and real inputs for it."""
 
-    Attributes:
-        read: takes the bytes; raises TrainflowError, or nothing.
-        seeds: real inputs.
-        mutate: makes another input of one; the structure of the format is known to it.
-    """
-
-    read: Callable[[bytes], object]
-    seeds: list[bytes]
-    mutate: Callable[[random.Random, bytes], bytes]
+    read: Callable[[bytes], object]  # takes the bytes; raises TrainflowError, or nothing
+    seeds: list[bytes]  # real inputs
+    mutate: Callable[[random.Random, bytes], bytes]  # makes another input of one, knowing the format
 
 
 # -- changing ----------------------------------------------------------------------------------------------------------

@@ -47,16 +47,12 @@ class Part:
 
 @dataclass
 class Project:
-    """Three files as lists of statements; the recipe reaches `base` only through the helper.
-
-    Attributes:
-        place: the folder of `base`, which the recipe adds to the module path; empty for the recipe's own.
-    """
+    """Three files as lists of statements; the recipe reaches `base` only through the helper."""
 
     base: list[Part] = field(default_factory=list)
     helper: list[Part] = field(default_factory=list)
     recipe: list[Part] = field(default_factory=list)
-    place: str = ""
+    place: str = ""  # the folder of `base`, which the recipe adds to the module path; empty for the recipe's own
 
     def sources(self) -> dict[str, str]:
         files = {f"{self.place}base_of_edits": self.base, "helper_of_edits": self.helper, "recipe": self.recipe}

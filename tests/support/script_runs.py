@@ -35,25 +35,15 @@ _COMMON |= {"train_sampling_strategy": "sequential", "report_to": "none", "use_c
 
 @dataclass(frozen=True)
 class Script:
-    """A script and how it is called.
+    """A script and how it is called."""
 
-    Attributes:
-        title: the row's name in docs/clients.md.
-        path: its file, from the folder of scripts.
-        model: the folder of its model, below the folder of models.
-        task: the folder of its data.
-        auto: the class of transformers that loads what it saves.
-        given: its own arguments.
-        draws: it draws random numbers, which the two Trainers seed in their own ways.
-    """
-
-    title: str
-    path: str
-    model: str
-    task: str
-    auto: str
-    given: dict[str, Any] = field(default_factory=dict)
-    draws: bool = False
+    title: str  # the row's name in docs/clients.md
+    path: str  # its file, from the folder of scripts
+    model: str  # the folder of its model, below the folder of models
+    task: str  # the folder of its data
+    auto: str  # the class of transformers that loads what it saves
+    given: dict[str, Any] = field(default_factory=dict)  # its own arguments
+    draws: bool = False  # it draws random numbers, which the two Trainers seed in their own ways
 
 
 _PREDICTS = {"do_predict": True}

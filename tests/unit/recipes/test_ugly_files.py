@@ -34,27 +34,16 @@ ROWS = 20
 
 @dataclass
 class Ugly:
-    """A file and what becomes of it.
+    """A file and what becomes of it."""
 
-    Attributes:
-        content: of the file; or a row as a text, with {n} for its number, {l} for its label.
-        name: of the file.
-        head: the lines above the rows.
-        options: those of the recipe besides the label.
-        first: values of the row 0 in the prepared rows.
-        words: what warnings say.
-        encoding: of a text.
-        new: a new row in the same form, and what the model gets of it.
-    """
-
-    content: str | bytes
-    name: str = "data.csv"
-    head: str = ""
-    options: dict[str, Any] = field(default_factory=dict)
-    first: dict[str, Any] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
-    encoding: str = "utf-8"
-    new: dict[str, Any] = field(default_factory=dict)
+    content: str | bytes  # of the file; or a row as a text, with {n} for its number, {l} for its label
+    name: str = "data.csv"  # of the file
+    head: str = ""  # the lines above the rows
+    options: dict[str, Any] = field(default_factory=dict)  # those of the recipe besides the label
+    first: dict[str, Any] = field(default_factory=dict)  # values of the row 0 in the prepared rows
+    words: tuple[str, ...] = ()  # what warnings say
+    encoding: str = "utf-8"  # of a text
+    new: dict[str, Any] = field(default_factory=dict)  # a new row in the same form, and what the model gets of it
 
     def write(self, folder: Path) -> Path:
         path = folder / self.name
