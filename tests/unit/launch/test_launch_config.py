@@ -40,26 +40,6 @@ def test_auto_processes_of_a_single_launcher_is_one(two_cores: None, kind: str) 
     assert resolve_config(LaunchConfig(kind=kind)).processes == 1  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"kind": "mpirun"}, r"kind = mpirun: .*not a launcher"),
-        ({"kind": "process", "processes": 2}, "processes = 2: The launcher 'process' runs one process"),
-        ({"processes": 3}, r"processes = 3: .*2 CPU core.*Use at most 2\."),
-        ({"devices": (0,)}, r"devices = \[0\]: This machine has no CUDA device"),
-        (
-            {"env": {"ACCELERATE_MIXED_PRECISION": "bf16"}},
-            "env = ACCELERATE_MIXED_PRECISION: This variable would change",
-        ),
-        *(({name: -1.0}, f"{name} = -1") for name in ("grace_s", "timeout_s", "join_timeout_s", "max_restarts")),
-        *(({name: 0}, f"{name} = 0") for name in ("processes", "threads")),
-    ],
-)
-def test_what_makes_no_sense_is_refused(two_cores: None, changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=rf"^train\.launch\.{message}"):
-        resolve_config(LaunchConfig(**changes))
-
-
 def test_devices_are_counted_without_torch(two_devices: None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert gpu_selection.num_devices({}) == 2
     counts = {"": 0, "-1": 0, "0": 1, "1,0": 2, "0,1,2": 2, "MIG-a,MIG-b,MIG-c": 3}
@@ -126,26 +106,6 @@ def test_devices_are_selected_and_ordered(two_devices: None) -> None:
     assert resolve_config(LaunchConfig(env={"CUDA_VISIBLE_DEVICES": "1"})).processes == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "field", "value"),
-    [
-        ({"devices": (0, 2)}, "CUDA_VISIBLE_DEVICES", "0,2"),
-        ({"devices": (0, 0)}, "CUDA_VISIBLE_DEVICES", "0,0"),
-        ({"devices": ("first",)}, "CUDA_VISIBLE_DEVICES", "first"),
-        ({"device_order": "BIGGEST_FIRST"}, "CUDA_DEVICE_ORDER", "BIGGEST_FIRST"),
-        ({"env": {"CUDA_VISIBLE_DEVICES": "7"}}, "CUDA_VISIBLE_DEVICES", "7"),
-        ({"devices": (0,), "env": {"CUDA_VISIBLE_DEVICES": "1"}}, "train.launch.devices", "[0]"),
-    ],
-)
-def test_devices_that_are_not_there_are_refused(
-    two_devices: None, changes: dict[str, Any], field: str, value: str
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        resolve_config(LaunchConfig(**changes))
-    assert (caught.value.field, caught.value.value) == (field, value)
-    assert caught.value.remedy is not None
-
-
 def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
     told = base._deepspeed_command("train", Path("run"), 2, {"CUDA_VISIBLE_DEVICES": "3, 1,0"})
     assert told[told.index("--include") + 1] == "localhost:3,1"
@@ -167,30 +127,6 @@ def test_more_nodes_are_configuration_only(two_cores: None) -> None:
     assert "GLOO_SOCKET_IFNAME" not in worker_environment(config, {})
     chosen = worker_environment(replace(config, interface="eth1"), {})
     assert chosen["GLOO_SOCKET_IFNAME"] == chosen["NCCL_SOCKET_IFNAME"] == "eth1"
-
-
-@pytest.mark.parametrize(
-    ("changes", "field"),
-    [
-        ({"nodes": "2:1"}, "nodes"),
-        ({"nodes": "many"}, "nodes"),
-        ({"nodes": 0}, "nodes"),
-        ({"nodes": 2, "rendezvous": None}, "rendezvous"),
-        ({"nodes": 2, "rendezvous": "10.0.0.1"}, "rendezvous"),
-        ({"nodes": 2, "rendezvous": "host:0"}, "rendezvous"),
-        ({"nodes": 2, "node_rank": 2}, "node_rank"),
-        ({"nodes": 2, "kind": "process"}, "kind"),
-        ({"nodes": 2, "kind": "deepspeed"}, "kind"),
-    ],
-)
-def test_nodes_that_could_not_meet_are_refused(
-    two_cores: None, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], field: str
-) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    with pytest.raises(ConfigError) as caught:
-        resolve_config(LaunchConfig(**{"rendezvous": MEETING, **changes}))
-    assert caught.value.field == f"train.launch.{field}"
-    assert caught.value.remedy is not None
 
 
 def test_a_rendezvous_that_cannot_be_listened_on_is_refused() -> None:
@@ -347,28 +283,77 @@ def test_the_processes_of_other_machines_are_taken_as_they_are(
         resolve_config(slurm())
 
 
-@pytest.mark.parametrize(
-    ("given", "field", "message"),
-    [
-        ({"engine": "slrum"}, "engine", "This is not an engine. Choose one of ray, slurm."),
-        ({"processes": "auto"}, "processes", "cannot be seen from here"),
-        ({"kind": "environment"}, "kind", "starts the processes of each machine itself"),
-        ({"kind": "process", "nodes": 2}, "nodes", "runs one process"),
-        ({"rendezvous": "10.0.0.1:29500"}, "rendezvous", "The engine slurm decides this on the cluster."),
-        ({"devices": (0,)}, "devices", ""),
-        ({"nodes": "4:1"}, "nodes", "This is not a range of machines."),
-        ({"address": "head:6379"}, "address", "Slurm's programs know their cluster."),
-        ({"engine_options": {"partiton": "gpu"}}, "engine_options.partiton", 'Did you mean "partition"?'),
-        ({"engine_options": {"nodes": 4}}, "engine_options.nodes", "passes this option to sbatch itself. Remove it"),
-        ({"engine": None, "processes": 1, "address": "head:6379"}, "address", "Only an engine reads this setting."),
-        ({"engine": None, "processes": 1, "engine_options": {"a": 1}}, "engine_options", "Only an engine"),
+ENGINE: dict[str, Any] = {"engine": "slurm", "processes": 4096}
+#: The machine (a fixture), settings for it, the field that is refused, and parts of the refusal.
+REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
+    "two_cores": [
+        ({"kind": "mpirun"}, "kind", "= mpirun: … not a launcher"),
+        ({"kind": "process", "processes": 2}, "processes", "= 2: The launcher 'process' runs one process"),
+        ({"processes": 3}, "processes", "= 3: … 2 CPU core … Use at most 2."),
+        ({"devices": (0,)}, "devices", "= [0]: This machine has no CUDA device"),
+        (
+            {"env": {"ACCELERATE_MIXED_PRECISION": "bf16"}},
+            "env",
+            "= ACCELERATE_MIXED_PRECISION: This variable would change",
+        ),
+        *(({name: -1.0}, name, "= -1") for name in ("grace_s", "timeout_s", "join_timeout_s", "max_restarts")),
+        *(({name: 0}, name, "= 0") for name in ("processes", "threads")),
+        *(({"nodes": nodes, "rendezvous": MEETING}, "nodes", "") for nodes in ("2:1", "many", 0)),
+        *(({"nodes": 2, "rendezvous": place}, "rendezvous", "") for place in (None, "10.0.0.1", "host:0")),
+        ({"nodes": 2, "rendezvous": MEETING, "node_rank": 2}, "node_rank", ""),
+        *(({"nodes": 2, "rendezvous": MEETING, "kind": kind}, "kind", "") for kind in ("process", "deepspeed")),
     ],
+    "two_devices": [
+        ({"devices": (0, 2)}, "CUDA_VISIBLE_DEVICES", "= 0,2"),
+        ({"devices": (0, 0)}, "CUDA_VISIBLE_DEVICES", "= 0,0"),
+        ({"devices": ("first",)}, "CUDA_VISIBLE_DEVICES", "= first"),
+        ({"device_order": "BIGGEST_FIRST"}, "CUDA_DEVICE_ORDER", "= BIGGEST_FIRST"),
+        ({"env": {"CUDA_VISIBLE_DEVICES": "7"}}, "CUDA_VISIBLE_DEVICES", "= 7"),
+        ({"devices": (0,), "env": {"CUDA_VISIBLE_DEVICES": "1"}}, "devices", "= [0]"),
+    ],
+    "programs": [
+        ({**ENGINE, "engine": "slrum"}, "engine", "This is not an engine. Choose one of ray, slurm."),
+        ({**ENGINE, "processes": "auto"}, "processes", "cannot be seen from here"),
+        ({**ENGINE, "kind": "environment"}, "kind", "starts the processes of each machine itself"),
+        ({**ENGINE, "kind": "process", "nodes": 2}, "nodes", "runs one process"),
+        ({**ENGINE, "rendezvous": MEETING}, "rendezvous", "The engine slurm decides this on the cluster."),
+        ({**ENGINE, "devices": (0,)}, "devices", ""),
+        ({**ENGINE, "nodes": "4:1"}, "nodes", "This is not a range of machines."),
+        ({**ENGINE, "address": "head:6379"}, "address", "Slurm's programs know their cluster."),
+        (
+            {**ENGINE, "engine_options": {"partiton": "gpu"}},
+            "engine_options.partiton",
+            'Did you mean "partition"?',
+        ),
+        (
+            {**ENGINE, "engine_options": {"nodes": 4}},
+            "engine_options.nodes",
+            "passes this option to sbatch itself. Remove it",
+        ),
+        ({"processes": 1, "address": "head:6379"}, "address", "Only an engine reads this setting."),
+        ({"processes": 1, "engine_options": {"a": 1}}, "engine_options", "Only an engine"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("machine", "changes", "field", "words"), [(name, *row) for name, rows in REFUSED.items() for row in rows]
 )
-def test_an_engine_that_cannot_work_is_refused(given: dict[str, Any], field: str, message: str, programs: None) -> None:
+def test_a_configuration_that_cannot_work_is_refused(
+    machine: str,
+    changes: dict[str, Any],
+    field: str,
+    words: str,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    request.getfixturevalue(machine)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
     with pytest.raises(ConfigError) as caught:
-        resolve_config(slurm(**given))
-    assert caught.value.field == f"train.launch.{field}"
-    assert message in str(caught.value)
+        resolve_config(LaunchConfig(**changes))
+    assert caught.value.field == (field if field.isupper() else f"train.launch.{field}")
+    assert [part for part in words.split(" … ") if part not in str(caught.value)] == []
+    assert caught.value.remedy
 
 
 def test_nothing_is_missing_for_what_is_installed_or_needs_no_package(monkeypatch: pytest.MonkeyPatch) -> None:
