@@ -160,9 +160,7 @@ def _main(folder: Path, *names: str) -> None:
 
 
 @pytest.mark.needs("namespaces")
-def test_a_full_storage_keeps_earlier_checkpoints_and_predictions_that_do_not_fit_end_typed(
-    tmp_path: Path,
-) -> None:
+def test_a_full_storage_keeps_earlier_checkpoints_and_predictions_that_do_not_fit_end_typed(tmp_path: Path) -> None:
     outcomes = run_cases(tmp_path, "storage", "predictions")
     seen = outcomes["storage"]
     assert seen["first"]["class"] == "StorageFullError"

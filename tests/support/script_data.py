@@ -47,10 +47,7 @@ def save_models(folder: Path, *names: str) -> None:
     kinds: dict[str, Any] = {
         "bert": (transformers.BertConfig(**common, **_SIZES, **_NO_DROPOUT), transformers.BertForMaskedLM),
         "llama": (transformers.LlamaConfig(**common, **_SIZES, **ids), transformers.LlamaForCausalLM),
-        "t5": (
-            transformers.T5Config(vocab_size=size, **t5),
-            transformers.T5ForConditionalGeneration,
-        ),
+        "t5": (transformers.T5Config(vocab_size=size, **t5), transformers.T5ForConditionalGeneration),
     }
     for name in names or kinds:
         config, cls = kinds[name]

@@ -168,10 +168,7 @@ def test_ranks_of_a_layout_are_named_by_their_coordinates(run_dir: RunDir) -> No
 
 @pytest.mark.parametrize(
     ("guard", "message"),
-    [
-        ({"code": -9}, "The launcher was killed by SIGKILL (9)."),
-        (None, "The guard process was killed by SIGKILL (9)."),
-    ],
+    [({"code": -9}, "The launcher was killed by SIGKILL (9)."), (None, "The guard process was killed by SIGKILL (9).")],
 )
 def test_a_launcher_that_was_killed_comes_before_the_stop_it_caused(
     run_dir: RunDir, guard: dict[str, int] | None, message: str

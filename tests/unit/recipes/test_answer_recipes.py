@@ -18,11 +18,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
-from trainer_lib.recipes.question_answering import (
-    find_nearest_sentence,
-    measure_answers,
-    score_answer,
-)
+from trainer_lib.recipes.question_answering import find_nearest_sentence, measure_answers, score_answer
 from trainer_lib.recipes.sequence_to_sequence import score_text
 from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts, find_usual

@@ -16,14 +16,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.chat_cases import (
-    CONTENT,
-    FAMILIES,
-    chats,
-    family_tokenizer,
-    marked_text,
-    template_text,
-)
+from tests.support.chat_cases import CONTENT, FAMILIES, chats, family_tokenizer, marked_text, template_text
 from tests.support.named_recipes import (
     TINY,
     Prepared,

@@ -225,11 +225,7 @@ SPLIT_LABELS = "called test, train: … column: label}, and prepare.options.labe
         ("train/cat test/dog spare/dog", {}, "called test, train: they are splits … {by: column, column: split}"),
         ("cat/train cat/test dog/train", {}, SPLIT_LABELS),
         ("cat dog", {"bits": 20}, "not a number of bits … Give 8 to 16"),
-        (
-            "cat/x dog/y",
-            {},
-            "own folder, such as 'x'; prepare.options.label=split takes the one above, such as 'cat'",
-        ),
+        ("cat/x dog/y", {}, "own folder, such as 'x'; prepare.options.label=split takes the one above, such as 'cat'"),
         ("cat/x dog/y", {"label": "split"}, ""),
         ("train/cat train/dog", {}, ""),  # a split by itself mixes none
         ("cat dog fox/1.heic", {}, "1 file without images left out, such as fox/1.heic."),

@@ -96,8 +96,7 @@ LISTS = jsonl(*({"line": f"l{row}", "module": [row % 2, 1, 0]} for row in range(
 SEVERAL: dict[str, Any] = {"target": "several"}
 TYPED = "line,module,part\n" + "".join(f"l{row},{row % 2},train\n" for row in range(9)) + "l9,1.0,test\n"
 FOLDS = jsonl(
-    {"words": ["a", "b"], "tags": ["X", "Y"], "fold": "train"},
-    {"words": ["a"], "tags": ["Z"], "fold": "test"},
+    {"words": ["a", "b"], "tags": ["X", "Y"], "fold": "train"}, {"words": ["a"], "tags": ["Z"], "fold": "test"}
 )
 
 #: Recipe -> the file's content, options beside the usual ones, and what the error says, in parts.
