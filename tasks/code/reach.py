@@ -124,7 +124,11 @@ class _Effects:
         if isinstance(node, ast.Pass) or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             return True
         if isinstance(node, Function):
-            return self._is_function(file, node)
+            annotations = [inner.annotation for inner in ast.walk(node.args) if isinstance(inner, ast.arg)]
+            signature = [*node.args.defaults, *node.args.kw_defaults, *annotations, node.returns]
+            return all(self._is_plain(file, part) for part in signature if part is not None) and all(
+                self._is_quiet_decorator(file, decorator) for decorator in node.decorator_list
+            )
         if isinstance(node, ast.ClassDef):
             return self._is_class(file, node)
         if isinstance(node, ast.Assign | ast.AnnAssign):
@@ -132,13 +136,6 @@ class _Effects:
             named = all(binds_names(target) for target in assigned_targets(node))
             return named and all(self._is_plain(file, part) for part in parts if part is not None)
         return False
-
-    def _is_function(self, file: str, node: Function) -> bool:
-        annotations = [inner.annotation for inner in ast.walk(node.args) if isinstance(inner, ast.arg)]
-        parts = [*node.args.defaults, *node.args.kw_defaults, *annotations, node.returns]
-        return all(self._is_plain(file, part) for part in parts if part is not None) and all(
-            self._is_quiet_decorator(file, decorator) for decorator in node.decorator_list
-        )
 
     def _is_class(self, file: str, node: ast.ClassDef) -> bool:
         return (

@@ -32,14 +32,10 @@ def in_words_of_spec(section: str) -> Iterator[None]:
     try:
         yield
     except TrainflowError as error:
-        _translate(error, section)
+        error.field = error.field and _field_of(error.field, section)
+        error.message, error.remedy = _text_of(error.message, section), error.remedy and _text_of(error.remedy, section)
+        error.args = (error.message,)
         raise
-
-
-def _translate(error: TrainflowError, section: str) -> None:
-    error.field = error.field and _field_of(error.field, section)
-    error.message, error.remedy = _text_of(error.message, section), error.remedy and _text_of(error.remedy, section)
-    error.args = (error.message,)
 
 
 def _field_of(field: str, section: str) -> str:

@@ -129,7 +129,9 @@ def _licence_of_base(settings: Mapping[str, Any], folder: str) -> str | None:
 def add_outcomes(card: Card, outcomes: Sequence[Outcome], *, hardest_rows: int) -> Card:
     """The card with pictures of what the model gets right and wrong, and so many of its hardest rows with labels."""
     pictures = [picture for outcome in outcomes for picture in _pictures(outcome)]
-    return replace(card, pictures=pictures, hardest=list(_hardest(outcomes, hardest_rows)))
+    found = [(outcome.split, *outcome.hardest()) for outcome in (outcomes if hardest_rows else ())]
+    hardest = [HardRows(split, columns, rows[:hardest_rows]) for split, columns, rows in found if rows]
+    return replace(card, pictures=pictures, hardest=hardest)
 
 
 def draw_files(outcomes: Sequence[Outcome]) -> dict[str, bytes]:
@@ -158,13 +160,6 @@ def _pictures(outcome: Outcome) -> Iterator[Picture]:
 
 def _picture_path(name: str, outcome: Outcome) -> str:
     return f"evaluation/plots/{name}-{outcome.split}.svg"
-
-
-def _hardest(outcomes: Sequence[Outcome], most: int) -> Iterator[HardRows]:
-    for outcome in outcomes if most else ():
-        columns, rows = outcome.hardest()
-        if rows:
-            yield HardRows(outcome.split, columns, rows[:most])
 
 
 def _facts(model: StageManifest[TrainFacts]) -> dict[str, Any]:

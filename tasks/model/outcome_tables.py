@@ -154,7 +154,9 @@ def read_outcomes(evaluation: StageManifest, info: Mapping[str, Any]) -> Iterato
         try:
             found = parse_json(evaluation.store().read_bytes(entry.path, limit=_OUTCOME_BYTES))
             classes = found.get("classes") or len(found.get("matrix") or ())
-            yield Outcome(split, found, _class_names(info, classes) if classes else [])
+            named = info.get("classes")
+            names = named if isinstance(named, list) and len(named) == classes else range(classes)
+            yield Outcome(split, found, [str(name) for name in names])
         except (TrainflowError, ValueError, AttributeError) as error:
             _log.warning("The outcomes of %s cannot be read: %s", split, error)
 
@@ -170,10 +172,3 @@ def read_answers(evaluation: StageManifest | None) -> Iterator[tuple[list[str], 
             yield list(found[0]), rows
     except (TrainflowError, ValueError, AttributeError) as error:
         _log.warning("The answers to prompts cannot be read: %s", error)
-
-
-def _class_names(info: Mapping[str, Any], classes: int) -> list[str]:
-    given = info.get("classes")
-    if isinstance(given, list) and len(given) == classes:
-        return [str(name) for name in given]
-    return [str(number) for number in range(classes)]

@@ -50,8 +50,9 @@ def connect(settings: RunnerSettings) -> Iterator[Dask]:
         with no_cluster("Dask", address, (OSError, ValueError)):
             if address is None:
                 address = stack.enter_context(_start_here(settings.workers, stack)).scheduler_address
-            else:
-                _knock(address)
+            else:  # Dask itself would try for half a minute where nothing listens
+                host, _, port = address.rpartition("://")[2].rpartition(":")
+                socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()
             runner = DaskTaskRunner(address=address, client_kwargs={"timeout": CONNECT_S})
             stack.enter_context(runner)
             client: Client = runner.client
@@ -79,9 +80,3 @@ def _start_here(workers: int, stack: contextlib.ExitStack) -> LocalCluster:
         memory_limit=None,
         env={"PREFECT_LOGGING_LEVEL": "WARNING"},  # they write to the terminal of the command
     )
-
-
-def _knock(address: str) -> None:
-    """Raises OSError where nothing listens: Dask itself would try for half a minute."""
-    host, _, port = address.rpartition("://")[2].rpartition(":")
-    socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_S).close()

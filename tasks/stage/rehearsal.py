@@ -152,9 +152,14 @@ def probe_training(
         eval_split=config.eval_split if "eval_steps" in changed else None,
     )
     started = time.monotonic()
+
+    def on_event(event: dict[str, Any]) -> None:
+        if event.get("event") == "wait":
+            on_line(str(event.get("message")))
+
     try:
         with in_words_of_spec("train"):
-            found = launch(request, own, env={}, on_line=on_line, on_event=_say_waits(on_line), what="a probe")
+            found = launch(request, own, env={}, on_line=on_line, on_event=on_event, what="a probe")
     finally:
         Store.open(context.storage).delete_tree(folder)
     whole = time.monotonic() - started
@@ -168,14 +173,6 @@ def _fields(
     config: StageSettings, context: StageContext, output: StageFolder, data: StageManifest[PrepareFacts]
 ) -> dict[str, Any]:
     return {**model_fields(config, context, output, data), "tracking": False}
-
-
-def _say_waits(say: Callable[[str], None]) -> Callable[[dict[str, Any]], None]:
-    def on_event(event: dict[str, Any]) -> None:
-        if event.get("event") == "wait":
-            say(str(event.get("message")))
-
-    return on_event
 
 
 def _ignore(_: object) -> None:

@@ -177,7 +177,12 @@ def _attempt(
     # The micro-batch is not part of the key: it may be smaller now than when memory ran out.
     halvings = min(ledger.batch_halvings(), max_halvings)
     if ledger.unreadable:
-        _progress.publish({"event": "warning", "stage": key.stage, "message": _describe_unreadable(ledger)})
+        place = f"{', '.join(ledger.unreadable[:3])} in {ledger.store.url}"
+        message = (
+            f"Records of earlier attempts cannot be read and are not counted ({place}): if memory ran out then, this "
+            "attempt finds that out again. The folder may be deleted."
+        )
+        _progress.publish({"event": "warning", "stage": key.stage, "message": message})
     number = ledger.begin(reason=reason, batch_halvings=halvings)
     progress = _progress.StageProgress(key.stage)
     try:
@@ -211,18 +216,14 @@ def _cause(lease: Lease, error: BaseException) -> BaseException:
     return error
 
 
-def _describe_unreadable(ledger: Ledger) -> str:
-    return (
-        f"Records of earlier attempts cannot be read and are not counted ({', '.join(ledger.unreadable[:3])} in "
-        f"{ledger.store.url}): if memory ran out then, this attempt finds that out again. The folder may be deleted."
-    )
-
-
 def _commit(key: StageKey, store: Store, lease: Lease, output: StageOutput, facts: dict[str, Any]) -> StageManifest:
     files = sorted(output.files, key=lambda entry: entry.path)
     lease.ensure_held()
-    # Only after that check: they could be the files of the process that has taken over.
-    _remove_leftovers(store, {entry.path for entry in files})
+    # What earlier attempts left. Only after that check: it could be files of the process that has taken over.
+    committed = {entry.path for entry in files}
+    for info in store.list():
+        if info.path not in committed and info.path.partition("/")[0] not in _UNCOMMITTED:
+            store.delete(info.path)
     meta = {"stage": key.stage, "key": key.digest, "metrics": output.metrics, "meta": facts}
     return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.ensure_held))
 
@@ -305,13 +306,6 @@ def _withdraw(store: Store, *, keep: set[str]) -> None:
     for name in store.children():
         if name not in keep:
             store.delete_tree(name)
-
-
-def _remove_leftovers(store: Store, committed: set[str]) -> None:
-    """Remove what earlier attempts left and the result does not name. Only the holder of the lease does this."""
-    for info in store.list():
-        if info.path not in committed and info.path.partition("/")[0] not in _UNCOMMITTED:
-            store.delete(info.path)
 
 
 def _report_stage(stage: str, status: str, reason: str, **more: Any) -> None:

@@ -77,7 +77,9 @@ class Checkpoint:
         self.commit = info.commit
         self._store = store
         self._entries = {entry.path: entry for entry in info.commit.files}
-        self.world_size = self._read_world_size()
+        self.world_size = count = info.commit.meta.get("world_size", 1)
+        if type(count) is not int or not 0 < count <= _RANK_LIMIT:
+            raise self._damaged(COMMIT, f"it states a world size of {str(count)[:40]}")
         self.scheduler: dict[str, Any] | None = from_json(self._read_json(layout.SCHEDULER))
         self.scaler: dict[str, Any] | None = from_json(self._read_json(layout.SCALER))
         self.data: dict[str, Any] = self._read_json(layout.DATA) or {}
@@ -190,12 +192,6 @@ class Checkpoint:
             return ShardedTensors(self._store, group, index, self._entries)
         return read_safetensors(self._store, file, expect=self._require_entry(file))
 
-    def _read_world_size(self) -> int:
-        count = self.commit.meta.get("world_size", 1)
-        if type(count) is not int or not 0 < count <= _RANK_LIMIT:
-            raise self._damaged(COMMIT, f"it states a world size of {str(count)[:40]}")
-        return count
-
     def _require_entry(self, name: str) -> FileEntry:
         entry = self._entries.get(name)
         if entry is None:
@@ -304,7 +300,10 @@ class PreloadedCheckpoint(Checkpoint):
         done |= {layout.extra_file(holder) for holder in self._extra}
         # One rank is enough for files that no rank needs.
         for name in sorted(self._entries.keys() - done) if rank == 0 else ():
-            self._compare_digest(name)
+            committed, found = self._entries[name].sha256, self._store.digest(name)
+            if found != committed:
+                problem = f"its digest is {found[:12]}..., committed {committed[:12]}..."
+                raise damaged_file(f"{self._store.url}/{name}", problem)
 
     @override
     def read_model(self) -> Mapping[str, Tensor]:
@@ -329,10 +328,3 @@ class PreloadedCheckpoint(Checkpoint):
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
         held = self._extra.get(rank)
         return super().read_extra(rank) if held is None else held
-
-    def _compare_digest(self, name: str) -> None:
-        committed, found = self._entries[name].sha256, self._store.digest(name)
-        if found != committed:
-            raise damaged_file(
-                f"{self._store.url}/{name}", f"its digest is {found[:12]}..., committed {committed[:12]}..."
-            )

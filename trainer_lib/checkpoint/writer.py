@@ -214,7 +214,11 @@ class _Save:
 
     def _prepare(self) -> None:
         """Refuse what can be refused before a byte is written; claim the folder and empty it."""
-        _check_file_names(self.snapshot.files)
+        for name in self.snapshot.files:
+            problem = "is one of the checkpoint's own names" if layout.is_own_file(name) else relative_problem(name)
+            if problem:
+                remedy = "Choose another name."
+                raise ConfigError(f"The file name {problem}.", field="checkpoint", value=name, remedy=remedy)
         _check_space(self.root, self.store, estimate_bytes(self.snapshot, self.comm.world_size), self.keep)
         other = claim_folder(self.store, self.claim, self._is_in_use)
         if other is not None:
@@ -254,14 +258,6 @@ class _Save:
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
-
-
-def _check_file_names(names: Mapping[str, bytes]) -> None:
-    for name in names:
-        problem = "is one of the checkpoint's own names" if layout.is_own_file(name) else relative_problem(name)
-        if problem:
-            remedy = "Choose another name."
-            raise ConfigError(f"The file name {problem}.", field="checkpoint", value=name, remedy=remedy)
 
 
 def _check_space(root: Store, store: Store, needed: int, keep: int | None) -> None:

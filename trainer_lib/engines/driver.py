@@ -89,7 +89,11 @@ class Driver:
             remedy = "The same command tries again; the traceback is in the details (--debug)."
             failure = InfrastructureError(reason, remedy=remedy, details=traceback.format_exc())
         if not self._reports.result or failure is not None:
-            self._write_failure(failure)
+            record = (failure or InfrastructureError("The engine ended without a result.")).to_record()
+            self._run_dir.write_json("agent.json", {"failures": [], "failure": record})
+            if record["step"] is not None:  # a launch that was cancelled says at which step it was saved
+                stop = {**record, "class": Preempted.__name__, "time": time.time()}
+                self._run_dir.write_json("error-rank0.json", stop)
         else:
             self._run_dir.write_json("result.json", self._reports.result)
         self._engine.end(now=True)
@@ -168,13 +172,6 @@ class Driver:
             remedy="The last lines that the engine wrote are in the details (--debug).",
             details=state.tail if isinstance(state, Ended) else None,
         )
-
-    def _write_failure(self, failure: TrainflowError | None) -> None:
-        record = (failure or InfrastructureError("The engine ended without a result.")).to_record()
-        self._run_dir.write_json("agent.json", {"failures": [], "failure": record})
-        if record["step"] is not None:  # a launch that was cancelled says at which step it was saved
-            stop = {**record, "class": Preempted.__name__, "time": time.time()}
-            self._run_dir.write_json("error-rank0.json", stop)
 
 
 def _at_step(failure: TrainflowError, reported: TrainflowError) -> TrainflowError:

@@ -51,7 +51,9 @@ def main(argv: list[str]) -> int:
     parent = os.getppid() if given.guarded else None
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, lambda *_: _stop(parent))
-    _keep_points_here()
+    tracked = os.environ.get(TRACKED_RUN)
+    if tracked and parse_json(tracked).get("host") != socket.gethostname():
+        os.environ.pop(SPOOL_DIR, None)  # metrics wait on this machine where another one's flow delivers them
     try:
         part = _lead if given.part == "lead" else _follow
         part(given)
@@ -107,13 +109,6 @@ def _follow(given: argparse.Namespace) -> None:
         time.sleep(0.05)
     config = replace(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
     follow(config, on_line=lambda line: _report(line=line), should_cancel=_stopped.is_set)
-
-
-def _keep_points_here() -> None:
-    """Metrics wait for MLflow on this machine where it is not the one whose flow delivers them."""
-    tracked = os.environ.get(TRACKED_RUN)
-    if tracked and parse_json(tracked).get("host") != socket.gethostname():
-        os.environ.pop(SPOOL_DIR, None)
 
 
 def _as_stopped(failure: TrainflowError) -> TrainflowError:

@@ -112,7 +112,9 @@ class Ray:
         lines: list[str] = [] if answer is None else answer["lines"]
         self._read += len(lines)
         for line in lines:
-            self._follow(line)
+            if line.startswith('{"started"'):  # where the leading member is, which the others have to know
+                self._leader = str(parse_json(line)["started"])
+                self._tell_leader()
         if answer is None or answer["code"] is None:
             return lines, state
         if self._drained is not None:
@@ -217,12 +219,6 @@ class Ray:
         asked = {"job": self._job.to_text(), "env": env, "without": list(thread_variables("")), **place}
         return self._agents[index].start.remote(json.dumps(asked))
 
-    def _follow(self, line: str) -> None:
-        """Note where the leading member is, and tell the others."""
-        if line.startswith('{"started"'):
-            self._leader = str(parse_json(line)["started"])
-            self._tell_leader()
-
     def _tell_leader(self) -> None:
         untold = [index for index in range(1, self._count) if index not in self._told]
         self._told |= set(self._call_all(untold, "lead", leader=self._leader))
@@ -290,7 +286,11 @@ class Ray:
             remedy = "Correct the runtime environment of the cluster's job."
             return Lost(ConfigError(f"Ray could not make the runtime environment: {reason}.", remedy=remedy))
         if getattr(error, "actor_init_failed", False) or _NOT_IMPORTED in str(error):
-            return Lost(self._not_installed(error))
+            last = str(error).strip().splitlines()[-1].strip().rstrip(".")
+            what = f"A machine of the cluster cannot load trainflow's agent: {last}."
+            remedy = "Install the same trainflow, with its extra ray, on every machine of the cluster."
+            field = "train.launch.engine"
+            return Lost(ConfigError(what, field=field, value="ray", remedy=remedy, details=str(error)))
         if self._drained is not None or getattr(error, "preempted", False):
             return Lost(self._preempted())
         if isinstance(error, known.RayActorError | known.NodeDiedError):
@@ -298,12 +298,6 @@ class Ray:
         return Lost(
             InfrastructureError(f"Ray failed: {reason}.", remedy="The same command continues.", details=str(error))
         )
-
-    def _not_installed(self, error: Any) -> ConfigError:
-        last = str(error).strip().splitlines()[-1].strip().rstrip(".")
-        what = f"A machine of the cluster cannot load trainflow's agent: {last}."
-        remedy = "Install the same trainflow, with its extra ray, on every machine of the cluster."
-        return ConfigError(what, field="train.launch.engine", value="ray", remedy=remedy, details=str(error))
 
     def _lost(self, index: int | None) -> TrainflowError:
         host = "of an agent" if index is None or not self._places else self._places[index]["host"]

@@ -95,7 +95,9 @@ class RunDir:
         digest = hashlib.sha256(place.encode()).hexdigest()[:16]
         with _typed_if_full():
             base = _private_base()
-        _sweep(base, digest, grace_s, should_cancel)
+        for path in list(base.iterdir()):
+            with suppress(FileNotFoundError):  # the folder's owner has just removed it
+                _sweep_one(path, digest, grace_s, should_cancel)
         run_dir = made or cls.make()
         run_dir.is_shared = shared
         with _typed_if_full(run_dir):
@@ -305,13 +307,6 @@ def _private_base() -> Path:
         remedy = "Remove it (or chmod 700 it if it is yours), or set TMPDIR to a folder of your own."
         raise ConfigError(what, field="TMPDIR", value=str(base), remedy=remedy)
     return base
-
-
-def _sweep(base: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:
-    """Remove the folders of killed launches; wait for processes that still work on our output, then end them."""
-    for path in list(base.iterdir()):
-        with suppress(FileNotFoundError):  # the folder's owner has just removed it
-            _sweep_one(path, digest, grace_s, should_cancel)
 
 
 def _sweep_one(path: Path, digest: str, grace_s: float, should_cancel: Callable[[], bool]) -> None:

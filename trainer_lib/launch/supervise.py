@@ -115,7 +115,11 @@ class Supervisor:
             self._end()
             raise
         finally:
-            self._close()
+            self._selector.close()
+            for pipe in (self._guard.stdin, self._guard.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
         return Ending(
             code=self._guard.returncode,
             cancelled=self._cancelled,
@@ -219,13 +223,6 @@ class Supervisor:
             self._guard.kill()
             self._guard.wait()
             self._run_dir.end_processes(0)
-
-    def _close(self) -> None:
-        self._selector.close()
-        for pipe in (self._guard.stdin, self._guard.stdout):
-            if pipe is not None:
-                with contextlib.suppress(OSError):
-                    pipe.close()
 
 
 def _quietly(callback: Callable[[T], None]) -> Callable[[T], None]:

@@ -107,7 +107,10 @@ class OptunaSearch:
                 self._lead()
             else:
                 self._follow()
-            return self._best()
+            found = self._comm.broadcast_json(run_on_all_ranks(self._comm, self._summary))
+            best, trials = found["best"], found["trials"]
+            runs = [BestRun(run["run_id"], run["objective"], run["hyperparameters"], trials) for run in best]
+            return runs[0] if len(self._settings.directions) == 1 else runs
         finally:
             # Open sessions and pooled connections would keep the database locked for the next search.
             if self._storage is not None:
@@ -155,17 +158,12 @@ class OptunaSearch:
             remedy = 'Give a database URL such as "sqlite:///search.db".'
             raise ConfigError(what, field="storage", value=type(error).__name__, remedy=remedy) from error
         if options.get("sampler") is None:
-            self._study.sampler = self._seeded_sampler()
+            # Optuna's own default, with a seed. Counting the trials keeps a continued study from drawing values again.
+            seed = self._runner.args.seed + len(self._study.trials)
+            several = len(self._settings.directions) > 1
+            self._study.sampler = (optuna.samplers.NSGAIISampler if several else optuna.samplers.TPESampler)(seed=seed)
         if options.get("load_if_exists"):
             self._retry_dead_trials()
-
-    def _seeded_sampler(self) -> Any:
-        """Optuna's default sampler with a seed: the arguments' seed plus the number of trials in the study."""
-        # Counting the trials keeps a continued study from drawing the same values again.
-        samplers, seed = self._optuna.samplers, self._runner.args.seed + len(self._study.trials)
-        several = len(self._settings.directions) > 1
-        # Optuna's own defaults, which take no seed unless they are made here.
-        return samplers.NSGAIISampler(seed=seed) if several else samplers.TPESampler(seed=seed)
 
     def _retry_dead_trials(self) -> None:
         """Record running trials whose process on this machine is gone as failed, and try their parameters again."""
@@ -231,7 +229,9 @@ class OptunaSearch:
         try:
             objective = self._runner.run_trial(run)
         except Exception as error:
-            if not self._is_expected(error):
+            # One of several ranks may run out of memory alone, and the others would wait for it in a collective.
+            alone = self._comm.world_size == 1
+            if not isinstance(from_exception(error), (NonFiniteError, OutOfMemoryError) if alone else NonFiniteError):
                 raise
             self._failure = error
             _log.warning("Trial %s failed; the search continues: %s", plan["name"], error)
@@ -240,12 +240,6 @@ class OptunaSearch:
             _log.warning("Trial %s has no finite objective (%s): it counts as failed.", plan["name"], objective)
             raise _TrialFailed(f"no finite objective: {objective}")
         return objective
-
-    def _is_expected(self, error: Exception) -> bool:
-        """Whether this error fails the trial only. With several ranks, only an error that all ranks raise does."""
-        alone = self._comm.world_size == 1
-        # One rank may run out of memory alone, and the others would wait for it in a collective.
-        return isinstance(from_exception(error), (NonFiniteError, OutOfMemoryError) if alone else NonFiniteError)
 
     def _judge(self, metrics: Mapping[str, float], step: int | None) -> tuple[list[float], bool]:
         def judge() -> tuple[list[float], bool] | None:
@@ -260,12 +254,6 @@ class OptunaSearch:
 
         values, prune = self._comm.broadcast_json(run_on_all_ranks(self._comm, judge))
         return values, prune
-
-    def _best(self) -> BestRun | list[BestRun]:
-        found = self._comm.broadcast_json(run_on_all_ranks(self._comm, self._summary))
-        best, trials = found["best"], found["trials"]
-        runs = [BestRun(run["run_id"], run["objective"], run["hyperparameters"], trials) for run in best]
-        return runs[0] if len(self._settings.directions) == 1 else runs
 
     def _summary(self) -> dict[str, Any] | None:
         if self._comm.rank != 0:

@@ -218,12 +218,10 @@ class TrialProcess(TrainerCallback):
             return
         state = self._trainer.state
         done = ended or 0 < state.max_steps <= state.global_step
-        pointer = self._pointer()
+        newest = next(iter(list_checkpoints(_child(self._output, self._place.folder))), None)
+        pointer = self._origin  # it has not saved anything yet
+        if newest is not None:
+            place = self._place.folder
+            pointer = {"trial": self._trial, "folder": place, "step": newest.step, "values": self._values}
         folder = self._place.folder if pointer is None else pointer["folder"]
         self._report({**result, ENDED: done, FOLDER: folder}, pointer)
-
-    def _pointer(self) -> Pointer | None:
-        newest = next(iter(list_checkpoints(_child(self._output, self._place.folder))), None)
-        if newest is None:
-            return self._origin  # it has not saved anything yet
-        return {"trial": self._trial, "folder": self._place.folder, "step": newest.step, "values": self._values}

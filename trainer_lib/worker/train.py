@@ -47,7 +47,6 @@ from trainer_lib.worker.process.session import Work
 if TYPE_CHECKING:
     from trainer_lib.state import TrainerControl, TrainerState
     from trainer_lib.trainer import Trainer
-    from trainer_lib.worker.process.events import EventsCallback
 
 
 class ProofCallback(TrainerCallback):
@@ -227,7 +226,9 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             device=device,
             micro_batch=trainer.state.train_batch_size,
             mixture=tuple(changes.made),
-            mfu=_utilization(events, work.world_size, device, precision),
+            mfu=utilization(
+                events.flops, events.trained_s, devices=work.world_size, device=device, precision=precision
+            ),
         )
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
@@ -275,10 +276,6 @@ def thin_losses(losses: Sequence[tuple[int, float]], most: int = _POINTS) -> lis
         finite = [loss for _, loss in block if math.isfinite(loss)]
         entries.append({"step": block[-1][0], "loss": math.fsum(finite) / len(finite) if finite else "NaN"})
     return entries
-
-
-def _utilization(events: EventsCallback, devices: int, device: str, precision: str) -> float | None:
-    return utilization(events.flops, events.trained_s, devices=devices, device=device, precision=precision)
 
 
 def _device(trainer: Trainer) -> tuple[str, str]:

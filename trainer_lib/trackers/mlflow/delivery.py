@@ -171,7 +171,10 @@ class Delivery:
             try:
                 is_whole &= self._deliver_run(group)
             except GoneError as error:
-                self._set_aside(group, error)
+                for session in group:
+                    if session.over:
+                        session.set_aside("orphan")
+                self._warn(f"What was logged about a run is kept in {self.root} and cannot be sent: {error}")
             except Exception as error:
                 failed.append(error)
                 # A server that refuses one run may take the next one, and files may be out of reach for one run alone.
@@ -211,12 +214,6 @@ class Delivery:
             self.obstacle = f"The run of {group[-1].path} is not on the server."
             return False
         return True
-
-    def _set_aside(self, group: Sequence[Session], error: Exception) -> None:
-        for session in group:
-            if session.over:
-                session.set_aside("orphan")
-        self._warn(f"What was logged about a run is kept in {self.root} and cannot be sent: {error}")
 
     def _warn(self, text: str) -> None:
         if text not in self._warned:

@@ -85,7 +85,11 @@ class Shipper(threading.Thread):
                     self._done = True
                     return
             except Exception as error:  # a tracking client must not end training, whatever it raises
-                self._note(error)
+                reason = shorten(error)
+                if self.failure is None:
+                    kept = self._delivery.root
+                    _log.warning("MLflow cannot be reached (%s); what is logged waits in %s.", reason, kept)
+                self.failure = reason
                 delay = min(MAX_BACKOFF_S, 2 * delay)
                 if closing:
                     return
@@ -124,12 +128,6 @@ class Shipper(threading.Thread):
         self._stopping = True
         self._wake.set()
         return self._done
-
-    def _note(self, error: Exception) -> None:
-        reason = shorten(error)
-        if self.failure is None:
-            _log.warning("MLflow cannot be reached (%s); what is logged waits in %s.", reason, self._delivery.root)
-        self.failure = reason
 
 
 def shorten(error: Exception) -> str:
