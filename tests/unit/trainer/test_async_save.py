@@ -56,9 +56,7 @@ def contents(folder: Path) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
-def test_its_bytes_are_those_of_a_save_that_training_waited_for(
-    optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_its_bytes_are_those_of_one_waited_for(optim: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {**ASYNC, "optim": optim, "logging_strategy": "steps", "logging_steps": 1}
     waited = trained(tmp_path / "waited", ROWS, **{**given, "save_async": False})
 
@@ -106,7 +104,7 @@ def test_the_best_is_only_the_best_once_it_is_committed(tmp_path: Path, monkeypa
 
 # ------------------------------------------------------------------------------------------------------------ failures
 @pytest.mark.parametrize("save_async", [True, False])
-def test_a_failed_save_ends_training_with_the_stores_reason(
+def test_a_failed_save_ends_training(
     save_async: bool, faulty_url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved, failed = Note("on_save", lambda state, **_: state.global_step), threading.Event()
@@ -126,8 +124,7 @@ def test_a_failed_save_ends_training_with_the_stores_reason(
     assert saved.kept == [2]
     assert one.state.global_step in ((4, 5, 6) if save_async else (4,))  # the next boundary, or save
     found = find_newest_intact(Store.open(faulty_url), on_damage=pytest.fail)
-    assert found is not None
-    assert found.step == 2
+    assert found is not None and found.step == 2
 
 
 @pytest.mark.parametrize("save_async", [True, False])
@@ -150,9 +147,7 @@ def test_some_failed_saves_in_a_row_can_be_allowed(
     assert [info.step for info in list_checkpoints(Store.open(faulty_url))] == [4]
 
 
-def test_a_save_that_failed_last_is_made_good_at_the_end(
-    faulty_url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_last_save_is_made_again(faulty_url: str, faults: Faults, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
 
     def once(step: int) -> None:
@@ -165,9 +160,7 @@ def test_a_save_that_failed_last_is_made_good_at_the_end(
     assert [info.step for info in list_checkpoints(Store.open(faulty_url))] == [5]
 
 
-def test_no_room_for_the_copy_means_waiting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_saves_may_wait(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     def refuse(self: HostCopy, size: int) -> torch.Tensor:
         raise OutOfMemoryError("The host has no room.")
 
@@ -195,8 +188,7 @@ def test_whatever_ends_training_the_save_under_way_is_finished_and_told(
 
     with caplog.at_level(logging.WARNING, logger="trainer_lib"), pytest.raises(type(how)):
         trainer(tmp_path, ROWS, callbacks=[At(3, fail)], **ASYNC).train()
-    assert contents(tmp_path).keys() == {"checkpoint-2"}
-    assert f"{tmp_path / 'checkpoint-2'} is committed" in caplog.text
+    assert contents(tmp_path).keys() == {"checkpoint-2"} and f"{tmp_path / 'checkpoint-2'} is committed" in caplog.text
 
 
 def test_who_does_not_want_to_wait_is_told_that_it_does_not_count(
@@ -251,9 +243,7 @@ def test_a_save_that_fails_while_training_ends_is_told_beside_the_reason(
     assert list_checkpoints(Store.open(faulty_url)) == []
 
 
-def test_asked_to_stop_it_commits_what_is_under_way_and_then_the_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_commits_what_is_under_way_and_then_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     note, stopping = Committed(), threading.Event()
     Gate(monkeypatch, until(stopping))
     callbacks = [note, StopAt(3), At(3, lambda: threading.Timer(0.1, stopping.set).start())]

@@ -81,8 +81,7 @@ def test_evaluations_during_training_generate_too(tmp_path: Path) -> None:
 def test_only_the_loss_when_that_is_all_that_is_asked(tmp_path: Path) -> None:
     model = Copier()
     found = seq2seq_trainer(tmp_path, model, prediction_loss_only=True).predict(ROWS)
-    assert found.predictions is None
-    assert found.metrics["test_loss"] > 0
+    assert found.predictions is None and found.metrics["test_loss"] > 0
     assert seq2seq_trainer(tmp_path, model, eval_dataset=ROWS).evaluate()["eval_loss"] > 0  # no metrics: no generation
     assert model.asked == []
 
@@ -92,8 +91,7 @@ def test_what_pads_follows_from_the_length_and_the_tokens_there_are(tmp_path: Pa
         pad_token_id = None
 
     unbounded = seq2seq_trainer(tmp_path, Copier(), generation_max_length=None).predict(ROWS).predictions
-    assert unbounded.shape == (10, 7)
-    assert unbounded[9].tolist()[-2:] != [PAD, PAD]
+    assert unbounded.shape == (10, 7) and unbounded[9].tolist()[-2:] != [PAD, PAD]
     assert unbounded[0].tolist() == [*ROWS[0]["input_ids"], PAD, PAD, -100, -100]
     endless = seq2seq_trainer(tmp_path, Copier(), processing_class=Endless()).predict(ROWS[:1]).predictions
     assert endless[0].tolist() == [*ROWS[0]["input_ids"], *[END] * 5]
@@ -147,9 +145,7 @@ def test_overriding_the_prediction_step_takes_effect(tmp_path: Path) -> None:
     assert found.predictions[0].tolist() == [*(token + 1 for token in ROWS[0]["input_ids"]), PAD + 1]
 
 
-def test_arguments_with_and_without_generation_settings_go_to_their_trainer(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_generation_settings_have_their_trainer(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert isinstance(Seq2SeqTrainer(Copier()).args, Seq2SeqTrainingArguments)
     with pytest.raises(ConfigError, match="args = TrainingArguments: The arguments have no generation settings"):
         Seq2SeqTrainer(Copier(), TrainingArguments(str(tmp_path), use_cpu=True))
@@ -182,21 +178,6 @@ def _theirs(folder: Path, model: Any, **given: Any) -> Any:
     return transformers.Seq2SeqTrainer(model, args, data_collator=collate, processing_class=tokens)
 
 
-def _generated(model: Any, row: dict[str, list[int]], **settings: Any) -> list[int]:
-    tokens: list[int] = model.eval().generate(input_ids=torch.tensor([row["input_ids"]]), **settings)[0].tolist()
-    return tokens
-
-
-@pytest.mark.parametrize("beams", [1, 3])
-def test_predictions_are_those_of_generate_row_by_row(tmp_path: Path, beams: int) -> None:
-    model = t5()
-    found = _trainer(tmp_path, model, generation_num_beams=beams).predict(ROWS7)
-    assert found.predictions.shape == (7, 8)
-    for row, tokens in zip(ROWS7, found.predictions, strict=True):
-        alone = _generated(model, row, max_length=8, num_beams=beams)
-        assert tokens.tolist() == [*alone, *[PAD] * (8 - len(alone))]
-
-
 @pytest.mark.filterwarnings("ignore")  # theirs
 @pytest.mark.parametrize("per_call", [{}, {"max_length": 8, "num_beams": 2}, {"max_new_tokens": 4}])
 def test_predictions_and_labels_are_those_of_transformers_own_trainer(tmp_path: Path, per_call: dict[str, Any]) -> None:
@@ -212,14 +193,6 @@ def test_predictions_and_labels_are_those_of_transformers_own_trainer(tmp_path: 
     assert np.array_equal(theirs.label_ids[:, :seen], ours.label_ids[:, :seen])
 
 
-def test_decoder_inputs_made_from_labels_are_kept_from_generation(tmp_path: Path) -> None:
-    """The collator adds them (it was given the model); continuing them would leak the answer."""
-    with_decoder_inputs = _trainer(tmp_path, t5()).predict(ROWS7).predictions
-    collate = DataCollatorForSeq2Seq(masking_tokenizer())
-    without = seq2seq_trainer(tmp_path, t5(), processing_class=masking_tokenizer(), data_collator=collate)
-    assert np.array_equal(with_decoder_inputs, without.predict(ROWS7).predictions)
-
-
 def test_a_decoder_prompt_of_ones_own_is_continued(tmp_path: Path) -> None:
     prompted = [{"input_ids": row["input_ids"], "decoder_input_ids": [PAD, 5, 6]} for row in ROWS7]
     equal = [{**row, "input_ids": (row["input_ids"] * 3)[:5]} for row in prompted]
@@ -227,7 +200,7 @@ def test_a_decoder_prompt_of_ones_own_is_continued(tmp_path: Path) -> None:
     assert one.predict(equal).predictions[:, :3].tolist() == [[PAD, 5, 6]] * 7
 
 
-def test_a_generation_configuration_comes_as_object_mapping_file_or_folder_and_holds_for_new_models(
+def test_a_generation_configuration_of_every_form_holds_for_new_models_too(
     tmp_path: Path,
 ) -> None:
     from transformers import GenerationConfig
@@ -237,8 +210,7 @@ def test_a_generation_configuration_comes_as_object_mapping_file_or_folder_and_h
     config.save_pretrained(tmp_path / "folder")
     for given in (config, config.to_dict(), tmp_path / "folder", str(tmp_path / "folder" / "generation_config.json")):
         one = _trainer(tmp_path, generation_config=given, generation_max_length=None)
-        assert one.model.generation_config.num_beams == 2
-        assert one.predict(ROWS7[:2]).predictions.shape == (2, 5)
+        assert one.model.generation_config.num_beams == 2 and one.predict(ROWS7[:2]).predictions.shape == (2, 5)
         assert one.predict(ROWS7[:2], max_length=6).predictions.shape == (2, 6)
     assert one.model.generation_config is not config
     given = {"generation_config": config, "generation_max_length": None, "train_dataset": ROWS7, "max_steps": 1}
@@ -283,8 +255,7 @@ def test_a_decoder_only_model_continues_its_input(tmp_path: Path) -> None:
     equal = [{"input_ids": [2, 3, 4], "labels": [2, 3, 4]} for _ in range(4)]
     one = _trainer(tmp_path, model, generation_max_length=None)
     found = one.predict(equal, max_new_tokens=2)
-    assert found.predictions.shape == (4, 5)
-    assert found.predictions[:, :3].tolist() == [[2, 3, 4]] * 4
+    assert found.predictions.shape == (4, 5) and found.predictions[:, :3].tolist() == [[2, 3, 4]] * 4
 
 
 # ----------------------------------------------------------------------------------- collators against transformers'

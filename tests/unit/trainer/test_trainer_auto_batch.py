@@ -42,9 +42,7 @@ hungry = functools.partial(seeded, Hungry)
 
 
 @pytest.mark.parametrize("failure", FAILURES)
-def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
-    failure: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_out_of_memory_halves_micro_batches(failure: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Samples, losses and weights are those of a run that had the smaller micro-batch from the start."""
     given: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 10, **LOGGED}
     model = hungry(3, failure=FAILURES[failure])
@@ -152,15 +150,12 @@ class Copied(torch.Tensor):
         return self.as_subclass(torch.Tensor).to(*args, **kwargs)
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"), [(None, True), ({"non_blocking": False}, False), ({"non_blocking": True}, True)]
-)
-def test_non_blocking_decides_how_batches_are_copied(config: Any, expected: bool, tmp_path: Path) -> None:
-    one = trainer(tmp_path, ROWS, accelerator_config=config)
-    batch = torch.zeros(2).as_subclass(Copied)
-    batch.asked = []
-    one._prepare_inputs({"x": batch})
-    assert batch.asked == [expected]
+def test_non_blocking_decides_how_batches_are_copied(tmp_path: Path) -> None:
+    for config, expected in ((None, True), ({"non_blocking": False}, False), ({"non_blocking": True}, True)):
+        batch = torch.zeros(2).as_subclass(Copied)
+        batch.asked = []
+        trainer(tmp_path, ROWS, accelerator_config=config)._prepare_inputs({"x": batch})
+        assert batch.asked == [expected], config
 
 
 def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
@@ -182,7 +177,10 @@ def test_defaults_written_out_in_full_are_understood(tmp_path: Path) -> None:
         ({"use_seedable_sampler": False}, r"accelerator_config\.use_seedable_sampler = False: .*_get_train_sampler"),
         ({"even_batch": True}, "accelerator_config = even_batch: .*Did you mean .even_batches."),
         ({"split_batches": "maybe"}, r"accelerator_config\.split_batches = maybe"),
-        ({GRADIENTS: {"num_steps": 2}}, "num_steps: Its num_steps contradicts.*; set gradient_accumulation_steps"),
+        (
+            {GRADIENTS: {"num_steps": 2}},
+            rf"^accelerator_config = {GRADIENTS}\.num_steps: .*; set gradient_accumulation_steps",
+        ),
         ({GRADIENTS: {"adjust_scheduler": False}}, "adjust_scheduler = False: This setting is not supported"),
         ({GRADIENTS: {"sync": True}}, rf"accelerator_config\.{GRADIENTS}\.sync = True: No setting has this name"),
     ],
@@ -233,8 +231,7 @@ def test_a_training_after_a_step_that_failed_has_none_of_its_gradients(tmp_path:
         failed.train()
     failed.train()
     plain.train()
-    for one, other in zip(failed.model.parameters(), plain.model.parameters(), strict=True):
-        assert torch.equal(one, other)
+    assert all(map(torch.equal, failed.model.parameters(), plain.model.parameters()))
 
 
 def test_a_global_batch_alone_is_one_pass_that_is_halved_until_memory_suffices(tmp_path: Path) -> None:

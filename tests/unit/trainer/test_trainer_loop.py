@@ -90,8 +90,7 @@ def test_the_epoch_of_a_stream_without_a_length_is_the_number_of_passes(loader: 
 def test_every_sample_is_read_once_per_epoch_in_another_order(tmp_path: Path) -> None:
     data = Augmented(ROWS)
     trainer(tmp_path, data, num_train_epochs=2, gradient_accumulation_steps=2).train()
-    assert sorted(data.read[:10]) == sorted(data.read[10:]) == list(range(10))
-    assert data.read[:10] != data.read[10:]
+    assert sorted(data.read[:10]) == sorted(data.read[10:]) == list(range(10)) and data.read[:10] != data.read[10:]
     again = Augmented(ROWS)
     trainer(tmp_path, again, num_train_epochs=1, dataloader_num_workers=0, data_seed=42).train()
     assert again.read == data.read[:10]
@@ -137,9 +136,7 @@ def test_it_learns(given: dict[str, Any], tmp_path: Path) -> None:
 DEPTHS = {"forward": (14, 6), "optimizer": (13, 6), "log": (15, 8), "commit": (28, 11)}
 
 
-def test_few_frames_and_files_lie_between_train_and_what_it_does(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_few_frames_and_files_are_between_train_and_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names in a traceback or a debugger; a wrapper that only forwards is one more."""
     seen: dict[str, tuple[int, int]] = {}
 
@@ -178,8 +175,7 @@ def test_what_can_be_asked_about_the_optimizer(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="The optimizer does not exist yet"):
         one.get_learning_rates()
     one.create_optimizer_and_scheduler(10)
-    assert one.get_learning_rates() == [0.01, 0.01]
-    assert one.get_optimizer_group("body.weight")["weight_decay"] == 0.1
+    assert one.get_learning_rates() == [0.01, 0.01] and one.get_optimizer_group("body.weight")["weight_decay"] == 0.1
     assert one.get_optimizer_group(one.model.norm.weight)["weight_decay"] == 0.0  # type: ignore[union-attr,arg-type]
     assert len(one.get_optimizer_group()) == 2
     with pytest.raises(ConfigError, match="param = other: The optimizer does not hold the parameter"):
@@ -211,8 +207,7 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_steps": 1, "save_total_limit": 1, "load_best_model_at_end": True, "max_steps": 9}
     given |= {"save_strategy": "steps", "save_steps": 1, **measured(0.5, 0.9, 0.7, 0.6)}
     one = trained(tmp_path, ROWS, callbacks=[heads, EarlyStoppingCallback(2)], **given)
-    assert one.state.global_step == 4
-    assert (one.state.best_metric, one.state.best_global_step) == (0.9, 2)
+    assert one.state.global_step == 4 and (one.state.best_metric, one.state.best_global_step) == (0.9, 2)
     assert one.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert torch.equal(one.model.state_dict()["head.weight"], heads.kept[1])
     # While it trains, the newest one stays beside the best; after the end a limit of one is one.
@@ -221,9 +216,7 @@ def test_the_best_model_is_kept_found_and_put_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("best", [True, False])
-def test_what_an_optimizer_with_two_sets_of_weights_saves_and_leaves_is_what_it_evaluated(
-    best: bool, tmp_path: Path
-) -> None:
+def test_an_optimizer_with_two_sets_of_weights_saves_and_leaves_what_it_evaluated(best: bool, tmp_path: Path) -> None:
     given: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "eval_dataset": ROWS, "save_steps": 1}
     given |= {"optimizer_cls_and_kwargs": (ScheduleFree, {"lr": 3.0}), "lr_scheduler_type": "constant"}
     one = trained(tmp_path, ROWS, max_steps=3, save_strategy="steps", load_best_model_at_end=best, **given)
@@ -242,9 +235,7 @@ class Evaluating(Trainer):
         return super().training_step(*args, **kwargs)
 
 
-def test_such_an_optimizer_of_the_users_trains_on_after_evaluations_and_resumes_where_it_was_used(
-    tmp_path: Path,
-) -> None:
+def test_such_an_optimizer_of_the_users_trains_on_after_evaluations_and_resumes(tmp_path: Path) -> None:
     def make(folder: str, steps: int) -> Trainer:
         torch.manual_seed(0)
         model = Classifier()
@@ -263,9 +254,7 @@ def test_such_an_optimizer_of_the_users_trains_on_after_evaluations_and_resumes_
 
 
 @pytest.mark.parametrize("how", ["removed", "cut short", "other bytes", "removed, then resumed"])
-def test_without_the_best_checkpoint_training_ends_with_its_last_weights(
-    how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_without_the_best_one_the_last_weights_stay(how: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     def lose() -> None:
         best = tmp_path / "checkpoint-2"
         weights = best / "model.safetensors"
@@ -411,16 +400,6 @@ def test_columns_the_model_does_not_take_are_dropped(tmp_path: Path, caplog: pyt
     assert "does not take are dropped: extra, note" in caplog.text
     with pytest.raises(ConfigError, match="The batch has x, labels, extra; the model's forward takes x, labels"):
         trainer(tmp_path, rows, max_steps=1, remove_unused_columns=False).train()
-
-    class Table(list[Any]):
-        """Like `datasets.Dataset`, which drops columns itself."""
-
-        column_names = ("x", "labels", "extra")
-
-        def remove_columns(self, names: list[str]) -> Table:
-            return Table({name: value for name, value in row.items() if name not in names} for row in self)
-
-    trainer(tmp_path, Table({**row, "extra": 1} for row in ROWS), max_steps=1).train()
 
 
 def test_old_names_of_the_constructor(tmp_path: Path) -> None:
