@@ -295,8 +295,7 @@ class TrainingLoop:
         asked = control.should_log or control.should_evaluate or control.should_save
         is_overridden = "_maybe_log_save_evaluate" in signatures.overridden
         if asked or is_overridden:  # an override counts on it
-            model, epoch = trainer.model_wrapped, trainer.state.epoch
-            given: tuple[Any, ...] = (norm, model, run.trial, epoch, run.ignore_keys, run.started)
+            given = (norm, trainer.model_wrapped, run.trial, trainer.state.epoch, run.ignore_keys, run.started)
             if not is_overridden:
                 trainer._maybe_log_save_evaluate(loss, *given, learning_rate=run.rate)
                 return
@@ -305,7 +304,8 @@ class TrainingLoop:
                 run.history.collect(trainer.state.global_step)
             total, count = run.history.sum_since_log().to(self._internals.world.device), signatures.report_takes - 1
             rate = {"learning_rate": run.rate} if signatures.report_takes_rate else {}
-            trainer._maybe_log_save_evaluate(total, *(given[1:5] if count == 4 else given[:count]), **rate)
+            taken: tuple[Any, ...] = given[1:5] if count == 4 else given[:count]
+            trainer._maybe_log_save_evaluate(total, *taken, **rate)
 
     def log_evaluate_save(
         self, model: nn.Module, trial: Any, ignore_keys: list[str] | None, start_time: float | None, learning_rate: Any
