@@ -34,8 +34,7 @@ from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
-from trainflow.flows.server.new_data import EVERY_S, Watch
-from trainflow.flows.server.schedule import Schedule, show_firings
+from trainflow.flows.server.schedule import EVERY_S, Schedule, Watch, show_firings
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
 from trainflow.flows.spec.spec_file import parse_override_value
 
@@ -272,26 +271,6 @@ def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Target:
-    """The place that starts a deployment's runs: a work pool.
-
-    Attributes:
-        image: the container that runs it, for pools of type docker and kubernetes.
-        variables: further job variables, as NAME=VALUE.
-        limit: how many of its runs may be running at once, the others wait; None: any number.
-        retry_crashed: how often a run that crashed runs again.
-        watch: folder or URL that is to be watched; None: none.
-    """
-
-    pool: str
-    image: str | None = None
-    variables: Sequence[str] = ()
-    limit: int | None = None
-    retry_crashed: int = 0
-    watch: str | None = None
-
-
-@dataclass(frozen=True)
 class Deployed:
     """A pipeline that a work pool runs: its name with that of its flow, when it begins, a note, and what to do next."""
 
@@ -309,35 +288,54 @@ class Deployed:
         return [Text(f"Deployed {self.name} to the work pool {self.pool}: {self.schedule}."), *notes, *commands]
 
 
-def deploy(spec: PipelineSpec, schedule: Schedule, target: Target, *, name: str | None) -> Deployed:
-    """Register the pipeline with a work pool of the configured server. Raises ConfigError if that cannot work."""
+def deploy(
+    spec: PipelineSpec,
+    schedule: Schedule,
+    *,
+    name: str | None,
+    pool: str,
+    image: str | None = None,
+    job_variables: Sequence[str] = (),
+    limit: int | None = None,
+    retry_crashed: int = 0,
+    watch: str | None = None,
+) -> Deployed:
+    """Register the pipeline with a work pool of the configured server. Raises ConfigError if that cannot work.
+
+    Args:
+        image: the container that runs it, for pools of type docker and kubernetes.
+        job_variables: further ones, as NAME=VALUE.
+        limit: how many of its runs may be running at once, the others wait; None: any number.
+        retry_crashed: how often a run that crashed runs again.
+        watch: folder or URL that is to be watched; None: none.
+    """
     when = schedule.prefect()
     name = name or spec.name
-    if target.watch is not None:
-        Watch(target.watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
+    if watch is not None:
+        Watch(watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
 
         with get_client(sync_client=True) as client:
-            kind, template = _require_pool(client, target.pool)
-        env = {**_RUN_ENVIRONMENT, **run_environment(target.retry_crashed)}
-        variables = read_variables(target.variables, target.image, kind, template, env)
+            kind, template = _require_pool(client, pool)
+        env = {**_RUN_ENVIRONMENT, **run_environment(retry_crashed)}
+        variables = read_variables(job_variables, image, kind, template, env)
         _forget_planned_runs(name)
         deployed = _deployment(
-            spec, name, when, work_pool_name=target.pool, job_variables=variables, concurrency_limit=target.limit
+            spec, name, when, work_pool_name=pool, job_variables=variables, concurrency_limit=limit
         ).apply(image=variables.get("image"))
-        set_retries(deployed, name, target.retry_crashed, by_worker=True)
+        set_retries(deployed, name, retry_crashed, by_worker=True)
     commands = {
-        "a worker": f"prefect worker start --pool {target.pool}{_WORKERS[kind]}",
+        "a worker": f"prefect worker start --pool {pool}{_WORKERS[kind]}",
         "a run now": f"prefect deployment run {FLOW}/{name}",
     }
-    if target.watch is not None:
-        commands["new data"] = f"trainflow watch {shlex.quote(target.watch)} {FLOW}/{name}"
+    if watch is not None:
+        commands["new data"] = f"trainflow watch {shlex.quote(watch)} {FLOW}/{name}"
     dates = schedule.next_firings(_SHOWN)
     return Deployed(
         f"{FLOW}/{name}",
-        target.pool,
+        pool,
         str(schedule),
         show_firings(dates) if dates else "",
         f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}" if kind != "process" else "",

@@ -35,7 +35,7 @@ from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.runs.garbage import find_garbage
 from trainflow.flows.runs.run_details import RunDetails, read_details
-from trainflow.flows.server.new_data import Watch
+from trainflow.flows.server.schedule import Watch
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.keys.sources import fingerprints
 from trainflow.tasks.stage.progress import publish

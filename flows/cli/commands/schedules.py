@@ -151,10 +151,17 @@ def deploy(
     pipeline = words.load()
     from trainflow.flows.server import serving
 
-    variables = tuple(job_variable or ())
-    crashes, watch = starts.retry_crashed, starts.watch
-    target = serving.Target(pool, image, variables, limit, crashes, watch)
-    deployed = serving.deploy(pipeline, schedule, target, name=starts.name)
+    deployed = serving.deploy(
+        pipeline,
+        schedule,
+        name=starts.name,
+        pool=pool,
+        image=image,
+        job_variables=job_variable or (),
+        limit=limit,
+        retry_crashed=starts.retry_crashed,
+        watch=starts.watch,
+    )
     return Answer(vars(deployed), deployed.lines)
 
 

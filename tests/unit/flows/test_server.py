@@ -28,8 +28,7 @@ from trainflow.flows.pipeline import pipeline
 from trainflow.flows.server import automations, embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
-from trainflow.flows.server.new_data import Watch
-from trainflow.flows.server.schedule import Schedule, read_interval, show_firings
+from trainflow.flows.server.schedule import Schedule, Watch, read_interval, show_firings
 from trainflow.flows.server.serving import log_path, logged, read_variables
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 

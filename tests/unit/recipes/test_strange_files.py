@@ -30,7 +30,7 @@ from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 from trainer_lib.recipes.tables.table_files import Table, TableForm, read_table
 from trainer_lib.recipes.texts.documents import DocumentSplits, TextDocument, read_documents
 from trainer_lib.storage import Store
-from trainflow.flows.server.new_data import Watch
+from trainflow.flows.server.schedule import Watch
 from trainflow.tasks.keys.sources import fingerprints
 
 Splits = dict[str, list[dict[str, Any]]]
