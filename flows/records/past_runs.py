@@ -132,6 +132,11 @@ class PastRun:
         metrics = found if isinstance(found, dict) else {}
         return {name: value for name, value in metrics.items() if type(value) in (int, float)}
 
+    def is_meant(self, text: str) -> bool:
+        """Whether a text is its name, one of its ids, or long enough a beginning of its id."""
+        names = (self.id, self.run_name, self.mlflow_run_id)
+        return text in names or (len(text) >= _SHORTEST and self.id.startswith(text))
+
     def __str__(self) -> str:
         ended = f"{self.failed} failed" if self.failed and self.status == "FAILED" else self.status.lower()
         return to_cell(f"{self.id} ({self.title}, {self.started[:16].replace('T', ' ')} UTC, {ended})")
@@ -230,7 +235,7 @@ def find_run(storage: str, text: str, *, field: str, pipeline: str | None = None
         stage, key = link["stage"] or "", link["key"]
         text = link["run"] or next((run.id for run in runs if run.stages.get(stage, "").startswith(key)), text)
     own = [run for run in runs if pipeline in (None, run.name)]
-    matching = _newest(own, needs) if text == NEWEST else [run for run in runs if _is_meant(run, text)]
+    matching = _newest(own, needs) if text == NEWEST else [run for run in runs if run.is_meant(text)]
     # Tags lie in files of their own, which are read only where nothing else fits.
     matching = matching or [run for run in own if text in read_tags(storage, run)]
     if not matching:
@@ -361,12 +366,6 @@ def _newest(runs: Sequence[PastRun], needs: str | None) -> Sequence[PastRun]:
     if fitting and fitting[0] is not runs[0]:
         _log.warning("last is the run %s: the newest one, %s, has no result of %s.", fitting[0], runs[0], needs)
     return fitting
-
-
-def _is_meant(run: PastRun, text: str) -> bool:
-    if text in (run.id, run.run_name, run.mlflow_run_id):
-        return True
-    return len(text) >= _SHORTEST and run.id.startswith(text)
 
 
 def _unknown(storage: str, text: str, runs: Iterable[PastRun], field: str, pipeline: str | None) -> ConfigError:

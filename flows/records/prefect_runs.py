@@ -93,7 +93,8 @@ def created_by_this_process() -> Iterator[None]:
     """
     from prefect import tags
 
-    with tags(_TAG + _encode(Holder.this_process())):
+    holder = Holder.this_process()
+    with tags(_TAG + "|".join((holder.machine, str(holder.pid), holder.started, holder.since))):
         yield
 
 
@@ -162,9 +163,8 @@ def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> Non
             return
         pause_s = min(2 * pause_s, _PAUSE_S)
     try:
-        with quick_client() as client:
-            for run in _sweep(client):
-                _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
+        for run in sweep_dead_runs():
+            _log.info("Prefect's run %s of %s is marked as ended.", run.name, run.holder)
     except Exception as error:  # the next command sweeps, too
         _log.debug("Dead runs were not looked for: %s", error)
     own.changed.wait()
@@ -196,7 +196,12 @@ def sweep_dead_runs() -> list[DeadRun]:
     Takes two looks, two seconds apart, if there is anything to sweep. Raises httpx.HTTPError if no server answers.
     """
     with quick_client() as client:
-        return _sweep(client)
+
+        def look() -> list[DeadRun]:
+            runs = ((run, _holder_of(run)) for run in _open_flow_runs(client) if not _is_starting_again(run))
+            return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
+
+        return _end_after_two_looks(client, look)
 
 
 def configured_api() -> str | None:
@@ -256,6 +261,7 @@ def _judge(client: SyncPrefectClient, run_id: str, holder: Holder) -> DeadRun | 
 
 def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
     """Set a flow run and its open task runs to Crashed, or to Cancelled; tasks of one that has ended as it did."""
+    from prefect.client.schemas.filters import FlowRunFilter
     from prefect.client.schemas.objects import State, StateType
 
     kind, why = run.state, f"The server did not learn how this task ended; its flow run is {run.state.lower()}."
@@ -263,18 +269,11 @@ def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
         kind = "CANCELLED" if run.state == "CANCELLING" else "CRASHED"
         why = f"Its process ended without a word ({run.holder})."
     # The tasks first: a sweep that is killed in between finds the flow run again.
-    for task_run_id in _open_task_runs(client, run.flow_run_id):
-        client.set_task_run_state(task_run_id, State(type=StateType(kind), message=why), force=True)
+    of_run = FlowRunFilter.model_validate({"id": {"any_": [run.flow_run_id]}})
+    for task_run in client.read_task_runs(flow_run_filter=of_run, task_run_filter=_unfinished_tasks(), limit=_PAGE):
+        client.set_task_run_state(task_run.id, State(type=StateType(kind), message=why), force=True)
     if not has_ended:
         client.set_flow_run_state(run.flow_run_id, State(type=StateType(kind), message=why), force=True)
-
-
-def _sweep(client: SyncPrefectClient) -> list[DeadRun]:
-    def look() -> list[DeadRun]:
-        runs = ((run, _holder_of(run)) for run in _open_flow_runs(client) if not _is_starting_again(run))
-        return [_dead(run, holder) for run, holder in runs if holder is not None and holder.is_gone()]
-
-    return _end_after_two_looks(client, look)
 
 
 def _is_starting_again(run: FlowRun) -> bool:
@@ -304,14 +303,6 @@ def _open_flow_runs(client: SyncPrefectClient) -> Iterator[FlowRun]:
             offset += len(page)
 
 
-def _open_task_runs(client: SyncPrefectClient, flow_run_id: UUID) -> list[UUID]:
-    from prefect.client.schemas.filters import FlowRunFilter
-
-    flow_run = FlowRunFilter.model_validate({"id": {"any_": [flow_run_id]}})
-    runs = client.read_task_runs(flow_run_filter=flow_run, task_run_filter=_unfinished_tasks(), limit=_PAGE)
-    return [run.id for run in runs]
-
-
 def _unfinished_tasks() -> TaskRunFilter:
     from prefect.client.schemas.filters import TaskRunFilter
 
@@ -325,17 +316,7 @@ def _holder_of(run: FlowRun) -> Holder | None:
         if labels:
             return Holder(**labels)  # type: ignore[arg-type]
     for tag in run.tags:
-        if tag.startswith(_TAG):
-            return _decode(tag.removeprefix(_TAG))
+        parts = tag.removeprefix(_TAG).split("|")
+        if tag.startswith(_TAG) and len(parts) == 4 and parts[1].isdigit():
+            return Holder("", parts[0], int(parts[1]), parts[2], parts[3], 0.0)
     return None
-
-
-def _encode(holder: Holder) -> str:
-    return "|".join((holder.machine, str(holder.pid), holder.started, holder.since))
-
-
-def _decode(text: str) -> Holder | None:
-    parts = text.split("|")
-    if len(parts) != 4 or not parts[1].isdigit():
-        return None
-    return Holder("", parts[0], int(parts[1]), parts[2], parts[3], 0.0)

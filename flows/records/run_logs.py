@@ -100,10 +100,6 @@ class Attempt:
         """The rank and the step of its failure, as the end of a phrase."""
         return "".join(f", {key} {self.error[key]}" for key in ("rank", "step") if self.error.get(key) is not None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return dict(vars(self))
-
 
 class _StageLog:
     """The log of one attempt, in parts of limited size."""

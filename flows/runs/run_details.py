@@ -6,6 +6,7 @@ Read from the run's folder and the commit files of its stages; no result is open
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -109,21 +110,14 @@ class RunDetails:
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
         run = self.run
+        named = ("id", "name", "run_name", "status", "started", "failed", "only", "start", "from_run")
         return {
-            "id": run.id,
-            "name": run.name,
-            "run_name": run.run_name,
-            "status": run.status,
-            "started": run.started,
+            **{name: getattr(run, name) for name in named},
             "ended": run.record.get("ended"),
-            "failed": run.failed,
             "tags": list(self.tags),
-            "only": run.only,
-            "start": run.start,
-            "from_run": run.from_run,
             "force": list(run.force),
             "stages": [stage.to_dict() for stage in self.stages],
-            "attempts": [attempt.to_dict() for attempt in self.attempts],
+            "attempts": [vars(attempt) for attempt in self.attempts],
             "metrics": self.metrics,
             "places": dict(self.places),
             "compared": self.compared,
@@ -137,11 +131,16 @@ class RunDetails:
 def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> RunDetails:
     """Everything that is recorded about a run; while it `is_at_work`, a stage without an end is running."""
     folder = run_folder(storage, run.id)
-    names = [name for name in stage_names() if name in _named(run)]
+    record = run.record
+    named = {*run.stages, *run.worked_in, *(record.get("planned") or ()), *(record.get("outcomes") or ())}
+    names = [name for name in stage_names() if name in named]
     stages = tuple(_read_stage(storage, run, name, is_at_work) for name in names)
     places: dict[str, str] = {}
+    spec: dict[str, Any] = {}
     for stage in stages:
         places |= stage.places
+    with suppress(ConfigError):  # it is gone or torn
+        spec = read_spec_record(storage, run)
     if folder.exists(_REPORT):
         places["report"] = f"{folder.url}/{_REPORT}"
     if run.mlflow_run_id:
@@ -150,19 +149,13 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
     return RunDetails(
         run=run,
         stages=stages,
-        spec=_read_spec(storage, run),
+        spec=spec,
         arguments={name: told for name, told in _read_json(folder, ARGUMENTS_FILE).items() if isinstance(told, dict)},
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
         places=places,
         compared=compare_with_plan(folder, storage, (run.record.get("outcomes") or {}).get("train") or {}),
     )
-
-
-def _named(run: PastRun) -> set[str]:
-    """The stages that a run's record names in any way."""
-    record = run.record
-    return {*run.stages, *run.worked_in, *(record.get("planned") or ()), *(record.get("outcomes") or ())}
 
 
 def _read_stage(storage: str, run: PastRun, name: str, is_at_work: bool) -> StageDetails:
@@ -196,36 +189,11 @@ def _read_stage(storage: str, run: PastRun, name: str, is_at_work: bool) -> Stag
     )
 
 
-def _read_spec(storage: str, run: PastRun) -> dict[str, Any]:
-    try:
-        return read_spec_record(storage, run)
-    except ConfigError:  # it is gone or torn
-        return {}
-
-
 def _read_json(folder: Store, name: str) -> dict[str, Any]:
     return parse_record(folder.read_if_exists(name, limit=_LIMIT))
 
 
 # -- differences ------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class MetricPair:
-    """One metric of two runs; None where a run does not have it."""
-
-    name: str
-    old: float | None
-    new: float | None
-
-    @property
-    def delta(self) -> float | None:
-        """The second minus the first."""
-        return None if self.old is None or self.new is None else self.new - self.old
-
-    def to_dict(self) -> dict[str, Any]:
-        """As plain JSON."""
-        return {**vars(self), "delta": self.delta}
 
 
 @dataclass(frozen=True)
@@ -235,6 +203,7 @@ class RunComparison:
     Attributes:
         code, data: sentences about functions, statements and files; about sources, prepared data and its splits.
         arguments: training arguments that differ although no setting of the spec says so.
+        metrics: `name`, the numbers `old` and `new` (None where a run does not have it), and their difference `delta`.
     """
 
     old: RunDetails
@@ -244,7 +213,7 @@ class RunComparison:
     data: list[str]
     versions: list[Difference]
     arguments: list[Difference]
-    metrics: list[MetricPair]
+    metrics: list[dict[str, Any]]
 
     @property
     def is_equal(self) -> bool:
@@ -265,13 +234,18 @@ class RunComparison:
             "data": self.data,
             "versions": plain(self.versions),
             "arguments": plain(self.arguments),
-            "metrics": [pair.to_dict() for pair in self.metrics],
+            "metrics": self.metrics,
         }
 
 
 def compare_runs(old: RunDetails, new: RunDetails) -> RunComparison:
     """Compare two runs."""
     spec = differences(flat_settings(old.spec), flat_settings(new.spec))
+    metrics = []
+    for name in {**new.metrics, **old.metrics}:
+        before, after = old.metrics.get(name), new.metrics.get(name)
+        delta = None if before is None or after is None else after - before
+        metrics.append({"name": name, "old": before, "new": after, "delta": delta})
     return RunComparison(
         old=old,
         new=new,
@@ -280,9 +254,7 @@ def compare_runs(old: RunDetails, new: RunDetails) -> RunComparison:
         data=list(_compare_data(old.stage("prepare-data"), new.stage("prepare-data"))),
         versions=differences(old.versions, new.versions),
         arguments=_compare_arguments(old, new, {change.field for change in spec}),
-        metrics=[
-            MetricPair(name, old.metrics.get(name), new.metrics.get(name)) for name in {**new.metrics, **old.metrics}
-        ],
+        metrics=metrics,
     )
 
 

@@ -88,15 +88,13 @@ def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
     Args:
         closely: ids of runs that are running until their processes have ended, also when the record says how.
     """
-    return [_look_at(storage, run, run.id in closely) for run in list_runs(storage)]
-
-
-def _look_at(storage: str, run: PastRun, closely: bool) -> RunStatus:
-    if run.status == "RUNNING":
-        return read_status(storage, run)
-    signs = read_signs(run_folder(storage, run.id)) if closely else []
-    # One of another machine may have died without a word: nothing waits for it.
-    return _status(run, [sign for sign in signs if sign.life() in _LIVING], set())
+    found = []
+    for run in list_runs(storage):
+        signs = read_signs(run_folder(storage, run.id)) if run.status == "RUNNING" or run.id in closely else []
+        # One of another machine may have died without a word: nothing waits for it.
+        signs = [sign for sign in signs if run.status == "RUNNING" or sign.life() in _LIVING]
+        found.append(_status(run, signs, set()))
+    return found
 
 
 def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: None) -> list[RunStatus]:
@@ -138,18 +136,15 @@ def sweep(storage: str, statuses: list[RunStatus]) -> list[str]:
         for sign in dead[status.run.id]:
             why = left.get(sign.flow_run_id or "")
             if why == "unknown" and sign.api not in (None, configured_api()):
-                warnings.append(_belongs_elsewhere(status.run, folder, sign))
+                warnings.append(
+                    f"{status.run.id} is not marked in Prefect: its flow run belongs to the server {sign.api}. Set "
+                    "PREFECT_API_URL to it, and run trainflow status again; where that server is gone for good, delete "
+                    f"{folder.url}/{sign.file}."
+                )
             # A run that is just being retried may still have to be marked.
             elif why != "starting":
                 remove_sign(folder, sign)
     return warnings
-
-
-def _belongs_elsewhere(run: PastRun, folder: Store, sign: Sign) -> str:
-    return (
-        f"{run.id} is not marked in Prefect: its flow run belongs to the server {sign.api}. Set PREFECT_API_URL to it, "
-        f"and run trainflow status again; where that server is gone for good, delete {folder.url}/{sign.file}."
-    )
 
 
 def _look(storage: str) -> list[tuple[PastRun, list[Sign]]]:
@@ -159,7 +154,12 @@ def _look(storage: str) -> list[tuple[PastRun, list[Sign]]]:
 
 
 def _status(run: PastRun, signs: list[Sign], silent: set[str]) -> RunStatus:
-    dead = tuple(sign for sign in signs if sign.life() == "dead" or (sign.id in silent and _is_long_ago(sign)))
+    dead = tuple(
+        # A beat that stands still for longer than an outage of the storage, or a pause of the machine.
+        sign
+        for sign in signs
+        if sign.life() == "dead" or (sign.id in silent and not _is_within(sign, PAUSE_S))
+    )
     for sign in sorted(signs, key=lambda sign: sign.id in silent):
         if sign not in dead:
             state = _LIVING.get(sign.life(), "running")
@@ -171,17 +171,13 @@ def _status(run: PastRun, signs: list[Sign], silent: set[str]) -> RunStatus:
 
 def _seems_silent(sign: Sign) -> bool:
     """Whether a process of another machine has to be watched: by its clock the last beat is long ago, or unknown."""
-    if sign.life() != "unknown":
-        return False
-    age_s = seconds_since(sign.at)
-    # Where the clocks are obviously different they say nothing.
-    return age_s is None or not 0 <= age_s < 3 * BEAT_S
+    return sign.life() == "unknown" and not _is_within(sign, 3 * BEAT_S)
 
 
-def _is_long_ago(sign: Sign) -> bool:
-    """Whether a beat that stands still is older than an outage of the storage, or a pause of the machine."""
+def _is_within(sign: Sign, seconds: float) -> bool:
+    """Whether the last beat is no older; where the clocks are obviously different they say nothing."""
     age_s = seconds_since(sign.at)
-    return age_s is None or not 0 <= age_s < PAUSE_S
+    return age_s is not None and 0 <= age_s < seconds
 
 
 def _record_death(folder: Store, status: RunStatus) -> None:

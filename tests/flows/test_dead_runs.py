@@ -15,11 +15,12 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-from prefect import flow, task
+from prefect import context, flow, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State, StateType
@@ -54,7 +55,7 @@ from trainflow.flows.records.prefect_runs import created_by_this_process, own_fl
 from trainflow.flows.server.api import prefect_api, quiet_environment
 quiet_environment()
 if "--sweeps" not in sys.argv:
-    prefect_runs._sweep = lambda client: []
+    prefect_runs.sweep_dead_runs = list
 with prefect_api():
     from prefect import flow, task
     from prefect.runtime import flow_run
@@ -148,12 +149,12 @@ def test_a_run_that_begins_ends_a_killed_one_and_its_tasks_and_lives_on_itself()
 
 def test_a_run_of_another_machine_or_of_no_known_process_is_not_judged() -> None:
     here = Holder.this_process()
-    elsewhere = Holder("", "elsewhere/boot/pid", 1, "1", here.since, 0.0)
-    assert not elsewhere.is_gone()
-    assert prefect_runs._decode("not|a|mark") is None
-    assert prefect_runs._decode(prefect_runs._encode(here)) == Holder(
-        "", here.machine, os.getpid(), here.started, here.since, 0.0
-    )
+    assert not Holder("", "elsewhere/boot/pid", 1, "1", here.since, 0.0).is_gone()
+    with prefect_runs.created_by_this_process():
+        marked: Any = SimpleNamespace(labels={}, tags=context.TagsContext.get().current_tags)
+    assert prefect_runs._holder_of(marked) == Holder("", here.machine, os.getpid(), here.started, here.since, 0.0)
+    marked.tags = ["trainflow-process=not|a|mark"]
+    assert prefect_runs._holder_of(marked) is None
 
 
 # No flow run is CANCELLED here: Prefect's server looks for those itself and cancels their tasks.

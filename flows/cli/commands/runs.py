@@ -96,6 +96,7 @@ def sort_key(text: str, runs: Sequence[PastRun]) -> tuple[Callable[[RunStatus], 
 
 _STATES = ("running", "suspended", "silent", "finished", "failed", "stopped", "pruned", "died")
 _MOST_METRICS = 3
+_UNSET = object()
 # Characters to which a run's name may be cut where the terminal is narrow.
 _SHORT_NAME = 20
 _DIGEST = 12
@@ -318,8 +319,8 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
     if details.compared:
         rows = [HEAD, *comparison_cells(details.compared)]
         lines += [Text(), Text("plan and outcome", "bold"), *table(rows, right=frozenset({1, 2, 3}))]
-    lines += _section("settings", _shown_settings(details, everything))
-    lines += _section("arguments", _shown_arguments(details, everything))
+    for title, values in _chosen_settings(details, everything).items():
+        lines += _section(title, values)
     lines += _section("code", {name: digest[:_DIGEST] for name, digest in run.sources.items()})
     data = details.stage("prepare-data")
     if data is not None and data.digest:
@@ -355,24 +356,21 @@ def _attempt_lines(details: RunDetails) -> list[Text]:
     return [Text(), Text("attempts", "bold"), *lines] if lines else []
 
 
-def _shown_settings(details: RunDetails, everything: bool) -> dict[str, Any]:
+def _chosen_settings(details: RunDetails, everything: bool) -> dict[str, dict[str, Any]]:
+    """The settings of the spec and the arguments of train, without those that have their default."""
+    from trainer_lib.arguments import TrainingArguments
     from trainflow.flows.records.run_names import flat_settings
     from trainflow.flows.spec.spec import PipelineSpec
 
-    plain = {} if everything else flat_settings(PipelineSpec(name="plain", recipe="recipe.py").to_record())
-    return _without_defaults(flat_settings(details.spec), plain)
-
-
-def _shown_arguments(details: RunDetails, everything: bool) -> dict[str, Any]:
-    """The arguments of train; without those that have their default."""
-    from trainer_lib.arguments import TrainingArguments
-
-    plain = {} if everything else TrainingArguments(output_dir="unset").to_dict()
-    return _without_defaults(details.arguments.get("train") or {}, plain)
-
-
-def _without_defaults(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if name not in defaults or defaults[name] != value}
+    found = {"settings": flat_settings(details.spec), "arguments": dict(details.arguments.get("train") or {})}
+    if everything:
+        return found
+    plain = flat_settings(PipelineSpec(name="plain", recipe="recipe.py").to_record())
+    defaults = {"settings": plain, "arguments": TrainingArguments(output_dir="unset").to_dict()}
+    return {
+        title: {name: value for name, value in values.items() if defaults[title].get(name, _UNSET) != value}
+        for title, values in found.items()
+    }
 
 
 def _section(title: str, facts: Mapping[str, Any]) -> list[Text]:
@@ -400,11 +398,10 @@ def _comparison_lines(comparison: RunComparison) -> list[Text]:
         lines += [Text(), Text("Settings, code, data, versions and arguments are the same.")]
     if comparison.metrics:
         rows = [("metric", *(short for _, short in sides), "difference")]
-        of_intervals = {f"{pair.name}_{end}" for pair in comparison.metrics for end in ("low", "high")}
+        of_intervals = {f"{pair['name']}_{end}" for pair in comparison.metrics for end in ("low", "high")}
         for pair in comparison.metrics:
-            if pair.name in of_intervals:
-                continue
-            delta = "" if pair.delta is None else number_words(pair.delta, sign="+")
-            rows.append((pair.name, number_words(pair.old), number_words(pair.new), delta))
+            if pair["name"] not in of_intervals:
+                delta = "" if pair["delta"] is None else number_words(pair["delta"], sign="+")
+                rows.append((pair["name"], number_words(pair["old"]), number_words(pair["new"]), delta))
         lines += [Text(), *table(rows, right=frozenset({1, 2, 3}))]
     return lines

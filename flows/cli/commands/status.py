@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Group
@@ -60,7 +60,7 @@ def status(
     ] = False,
 ) -> Answer:
     """Show the runs of a storage and how each is; mark those whose process died as ended, in Prefect too."""
-    from trainflow.flows.runs.run_status import find_statuses
+    from trainflow.flows.runs.run_status import describe_progress, find_statuses
 
     if watch and form.as_json:
         raise ConfigError("--json prints one object, so it cannot watch.", field="--watch", remedy="Drop one.")
@@ -81,7 +81,10 @@ def status(
             warnings = [*_mark(root, statuses), *_deliver(chosen)]
     if not form.as_json:
         terminal.show([Text(f"warning: {warning}", "yellow") for warning in warnings], stderr=True)
-    record = {"storage": root, "warnings": warnings, "runs": [{**run.to_dict(), **_progress(run)} for run in statuses]}
+    runs = [run.to_dict() for run in statuses]
+    for run, found in zip(runs, statuses, strict=True):
+        run |= {"stage_progress": [vars(stage) for stage in describe_progress(found)]} if found.is_at_work else {}
+    record = {"storage": root, "warnings": warnings, "runs": runs}
     return Answer(
         record, lambda: [*_lines(statuses, root, bare=form.quiet), *([] if form.quiet else _stages(statuses))]
     )
@@ -122,12 +125,6 @@ def _watch(root: str) -> None:
             time.sleep(_WATCH_EVERY_S)
             # What is drawn last and the list below it are of one moment.
             statuses = look(root, closely={run.run.id for run in at_work})
-
-
-def _progress(status: RunStatus) -> dict[str, Any]:
-    from trainflow.flows.runs.run_status import describe_progress
-
-    return {"stage_progress": [vars(stage) for stage in describe_progress(status)]} if status.is_at_work else {}
 
 
 def _stages(statuses: Sequence[RunStatus]) -> list[Text]:
@@ -206,7 +203,7 @@ def logs(
     record = {
         "id": past.id,
         "lines": [vars(line) for line in lines],
-        "attempts": [attempt.to_dict() for attempt in attempts],
+        "attempts": [vars(attempt) for attempt in attempts],
     }
     return Answer(record, lambda: [*([] if follow else map(_line, lines)), *failed])
 
