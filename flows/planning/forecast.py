@@ -125,15 +125,6 @@ class Room:
 
 
 @dataclass
-class Found:
-    """Measurements by workers; None: not asked for, or it failed, with an error."""
-
-    estimate: Estimate | None = None
-    probe: Probe | None = None
-    error: TrainflowError | None = None
-
-
-@dataclass
 class Forecast:
     """The forecast of a plan's training.
 
@@ -229,8 +220,12 @@ class Forecast:
         }
 
 
-def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found]) -> Forecast:
-    """Work out what the training of a plan takes; `ask` has workers estimate, and probe, it on prepared data."""
+def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts], Forecast], object]) -> Forecast:
+    """Work out what the training of a plan takes.
+
+    Args:
+        ask: has workers estimate, and probe, it on prepared data; sets `estimate`, `probe` and `error`.
+    """
     train = plan.stages["train"]
     args, launch, config = train.arguments, train.launch, train.config
     if args is None or launch is None:
@@ -251,11 +246,12 @@ def forecast(plan: Plan, *, ask: Callable[[StageManifest[PrepareFacts]], Found])
     if found.strategy == "layout" and (layout := read_layout(args)) is not None:
         found.layout = layout.replicate, layout.shards, layout.tensor
     found.length = Length.of(args, data.facts, config, launch.world_size, plan.context.mixture)
-    asked = ask(data)
-    found.estimate, found.probe, found.error = asked.estimate, asked.probe, asked.error
+    ask(data, found)
     found.room = _room(plan, args, found)
-    if found.probe is not None:
-        found.seconds = _seconds_of_stage(found.length, found.probe)
+    if (probe := found.probe) is not None:
+        evaluated_rows = found.length.evaluations * found.length.evaluated_rows
+        found.seconds = probe.overhead_s + probe.warm_up_s + found.length.steps * probe.step_s
+        found.seconds += evaluated_rows * (probe.evaluation_row_s or 0.0) + found.length.saves * (probe.save_s or 0.0)
     return found
 
 
@@ -311,9 +307,3 @@ def free_bytes(storage: str) -> int | None:
     folder: Path = store.local_path()
     existing = next(path for path in (folder, *folder.parents) if path.exists())
     return shutil.disk_usage(existing).free
-
-
-def _seconds_of_stage(length: Length, probe: Probe) -> float:
-    evaluations = length.evaluations * length.evaluated_rows * (probe.evaluation_row_s or 0.0)
-    steps = length.steps * probe.step_s + probe.warm_up_s
-    return probe.overhead_s + steps + evaluations + length.saves * (probe.save_s or 0.0)

@@ -19,7 +19,7 @@ from trainer_lib.hub.transport import SCHEME, parse_target
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.storage.urls import checked_address
-from trainflow.flows.planning.forecast import Forecast, Found, forecast
+from trainflow.flows.planning.forecast import Forecast, forecast
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import run_folder
 from trainflow.flows.records.plan_record import write_plan
@@ -31,8 +31,6 @@ from trainflow.tasks.tracking.mlflow_run import tracking_uri
 
 _CONVERSATIONS = "assets/conversations.json"
 _CONVERSATIONS_BYTES = 4 << 20
-
-
 ANSWER_S = 5.0
 """Seconds that a server has to answer."""
 
@@ -140,9 +138,12 @@ def plan_in_full(
         announce_probe(plan.stages["train"].config, plan.context)
     if probe and plan.reasons["prepare-data"].manifest is None:
         with during("preparing the data"):
-            plan = _prepared(plan)
+            stage = plan.stages["prepare-data"]
+            # The stage itself, without an engine: it is committed as by a run.
+            stage.stage.load_task().fn(stage.config, plan.context)
+            plan = Plan.of(plan.spec, debug=plan.context.debug)
     with during("building the model without values" + (", then training a few steps" if probe else "")):
-        found = forecast(plan, ask=lambda data: _ask(plan, data, probe=probe))
+        found = forecast(plan, ask=lambda data, found: _ask(plan, data, found, probe=probe))
     obstacles = tuple(find_obstacles(plan, found))
     if found.length is not None and not any(obstacle.field == "storage" for obstacle in obstacles):
         with contextlib.suppress(StorageError):  # the plan is shown all the same
@@ -162,19 +163,11 @@ def effective_arguments(plan: Plan) -> dict[str, Any]:
     return {**differ, **values}
 
 
-def _prepared(plan: Plan) -> Plan:
-    """The plan after its data was prepared, which a run would do first."""
-    stage = plan.stages["prepare-data"]
-    # The stage itself, without an engine: it is committed as by a run.
-    stage.stage.load_task().fn(stage.config, plan.context)
-    return Plan.of(plan.spec, debug=plan.context.debug)
-
-
-def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found:
+def _ask(plan: Plan, data: StageManifest[PrepareFacts], found: Forecast, *, probe: bool) -> None:
     """Measure in workers; a failure of the recipe's code becomes an obstacle."""
     from trainflow.tasks.stage.rehearsal import estimate_training, needs_rehearsal, probe_training, rehearse_evaluation
 
-    config, found = plan.stages["train"].config, Found()
+    config = plan.stages["train"].config
     try:
         found.estimate = estimate_training(config, plan.context, data)
         measured = None if plan.reasons["train"].hit else plan.stages.get("evaluate")
@@ -186,7 +179,6 @@ def _ask(plan: Plan, data: StageManifest[PrepareFacts], *, probe: bool) -> Found
             found.probe = probe_training(config, plan.context, data, on_line=lambda line: None)
     except TrainflowError as error:
         found.error = error
-    return found
 
 
 # -- what cannot work -------------------------------------------------------------------------------------------------
@@ -201,7 +193,11 @@ def find_obstacles(plan: Plan, found: Forecast) -> list[Obstacle]:
         *_publication(plan),
         *_repositories(plan),
     ]
-    return [*_splits(plan), *failed, *places, *_tracking(plan)]
+    prepared = plan.reasons["prepare-data"].manifest
+    facts = None if prepared is None else prepared.facts
+    splits = facts.splits if isinstance(facts, PrepareFacts) else None
+    unprepared = [] if splits is None else _refusals(lambda: check_splits(plan.spec, splits))
+    return [*unprepared, *failed, *places, *_tracking(plan)]
 
 
 def _refusals(check: Callable[[], object]) -> Iterator[Obstacle]:
@@ -210,14 +206,6 @@ def _refusals(check: Callable[[], object]) -> Iterator[Obstacle]:
         check()
     except TrainflowError as error:
         yield Obstacle.of(error)
-
-
-def _splits(plan: Plan) -> Iterator[Obstacle]:
-    prepared = plan.reasons["prepare-data"].manifest
-    facts = None if prepared is None else prepared.facts
-    if isinstance(facts, PrepareFacts):
-        splits = facts.splits
-        yield from _refusals(lambda: check_splits(plan.spec, splits))
 
 
 def _room(plan: Plan, found: Forecast) -> Iterator[Obstacle]:

@@ -172,7 +172,10 @@ class Plan:
         )
         context = replace(context, metrics=choosing_metrics(spec.train, spec.evaluate, context))
         stages = {stage.name: _plan_stage(stage, spec, context) for stage in all_stages() if stage.is_enabled(spec)}
-        past = _find_past(spec, from_run, start) if from_run else None
+        past = None
+        if from_run:  # "last" is one that has what comes before `start`
+            needs = {None: None, "prepare-data": None, "train": "prepare-data"}.get(start, "train")
+            past = find_run(spec.storage, from_run, field="--from-run", pipeline=spec.name, needs=needs)
         if past is not None and only is None and start is None:
             start = find_first_missing(past, list(stages))
         return cls(spec, context, stages, only, start, past)
@@ -347,12 +350,6 @@ class Plan:
         if all(change.field.startswith("stage_keys.") for change in miss.differences) and miss.differences:
             return StageReason(name, False, f"{missing[0]} runs first", nearest=miss.nearest)
         return StageReason(name, False, miss.reason, nearest=miss.nearest, differences=miss.differences)
-
-
-def _find_past(spec: PipelineSpec, from_run: str, start: str | None) -> PastRun:
-    """The run that `--from-run` means; "last" is one that has what comes before `start`."""
-    needs = {None: None, "prepare-data": None, "train": "prepare-data"}.get(start, "train")
-    return find_run(spec.storage, from_run, field="--from-run", pipeline=spec.name, needs=needs)
 
 
 def _plan_stage(stage: Stage, spec: PipelineSpec, context: StageContext) -> StagePlan:

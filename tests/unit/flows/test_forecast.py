@@ -21,7 +21,7 @@ from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store
 from trainflow.flows.cli.commands.execution import describe_plan
 from trainflow.flows.planning import full_plan
-from trainflow.flows.planning.forecast import Forecast, Found, Length, forecast
+from trainflow.flows.planning.forecast import Forecast, Length, forecast
 from trainflow.flows.planning.full_plan import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.plan_record import compare_with_plan, write_plan
@@ -68,13 +68,16 @@ def prepared(spec: PipelineSpec) -> Plan:
     return Plan.of(spec)
 
 
-def planned(plan: Plan, found: Found) -> Forecast:
-    return forecast(plan, ask=lambda data: found)
+def planned(plan: Plan, *found: Any, error: CodeError | None = None) -> Forecast:
+    def ask(_: object, made: Forecast) -> None:
+        (made.estimate, made.probe), made.error = (*found, None, None)[:2], error
+
+    return forecast(plan, ask=ask)
 
 
 def test_without_prepared_data_it_says_what_is_missing(path: Path) -> None:
     plan = Plan.of(load_spec(path))
-    found = planned(plan, Found())
+    found = planned(plan)
     assert found.length is None
     [sentence] = found.missing
     assert sentence.startswith("The data is not prepared (never run before)")
@@ -85,7 +88,7 @@ def test_without_prepared_data_it_says_what_is_missing(path: Path) -> None:
 
 def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     spec = load_spec(path, ("train.eval_split=test", "train.args.eval_strategy=epoch", "train.args.save_total_limit=1"))
-    found = planned(prepared(spec), Found(ESTIMATE, PROBE))
+    found = planned(prepared(spec), ESTIMATE, PROBE)
     # 8 steps, an evaluation of 16 rows, two saves.
     assert found.seconds == pytest.approx(3.0 + 8 * 0.5 + 2.0 + 16 * 0.01 + 2 * 1.5)
     assert (found.peak_bytes, found.tokens, found.strategy) == (700, 64 * 3, "single")
@@ -93,7 +96,7 @@ def test_time_memory_and_room_follow_from_a_probe(path: Path) -> None:
     assert found.room.needed_bytes == 2 * 5000 + 2 * 40
     # Without one memory is worked out, and the time is not known.
     plan = prepared(load_spec(path))
-    found = planned(plan, Found(ESTIMATE))
+    found = planned(plan, ESTIMATE)
     assert found.own is not None
     assert (found.peak_bytes, found.seconds) == (1000 + (found.own.total or 0), None)
     # The plan shows what each rank writes.
@@ -119,7 +122,7 @@ def test_what_ranks_write_follows_from_the_arguments(
     path: Path, overrides: tuple[str, ...], written: int, writers: int
 ) -> None:
     spec = load_spec(path, ("train.launch={kind: torchrun, processes: 2}", "train.args.fsdp=full_shard", *overrides))
-    found = planned(prepared(spec), Found(ESTIMATE))
+    found = planned(prepared(spec), ESTIMATE)
     assert found.own is not None
     assert (found.own.checkpoint, found.own.writers) == (written, writers)
     [row] = [each for each in found.to_dict()["ranks"] if each["strategy"] == "fsdp"]
@@ -128,9 +131,9 @@ def test_what_ranks_write_follows_from_the_arguments(
     assert found.room.checkpoint_bytes == written * writers + 20_000
 
 
-def obstacles(path: Path, *overrides: str, found: Found | None = None) -> list[Obstacle]:
+def obstacles(path: Path, *overrides: str, found: tuple[Any, ...] = (ESTIMATE,), **more: Any) -> list[Obstacle]:
     plan = prepared(load_spec(path, overrides))
-    return find_obstacles(plan, planned(plan, found or Found(ESTIMATE)))
+    return find_obstacles(plan, planned(plan, *found, **more))
 
 
 def test_a_split_that_does_not_exist_is_found_and_what_the_recipe_raises(path: Path) -> None:
@@ -138,17 +141,17 @@ def test_a_split_that_does_not_exist_is_found_and_what_the_recipe_raises(path: P
     assert (found.field, found.is_fatal) == ("predict.split", True)
     assert "Did you mean 'test'?" in str(found.remedy)
     # A training split ends the forecast.
-    ended = obstacles(path, "train.train_split=trian", found=Found(error=CodeError("unreached")))
+    ended = obstacles(path, "train.train_split=trian", found=(), error=CodeError("unreached"))
     assert [each.field for each in ended] == ["train.train_split"]
     error = CodeError("KeyError: 'width'", field="build_model", remedy="Mend it.")
-    [raised] = obstacles(path, found=Found(error=error))
+    [raised] = obstacles(path, found=(), error=error)
     assert (raised.what, raised.remedy, raised.is_fatal) == ("KeyError: 'width'", "Mend it.", True)
 
 
 def test_a_disk_that_is_too_small_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = shutil.disk_usage(path)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: real._replace(free=1000))
-    [found] = obstacles(path, found=Found(ESTIMATE, PROBE))
+    [found] = obstacles(path, found=(ESTIMATE, PROBE))
     assert found.field == "storage"
     assert "2 checkpoints of 5 kB, and the model), and 1 kB are free" in found.what
 
@@ -253,11 +256,7 @@ def test_a_plan_with_a_probe_announces_its_launches_first(
 ) -> None:
     calls: list[Any] = []
 
-    def ask(*_: Any, **__: Any) -> Found:
-        calls.append("asked")
-        return Found()
-
     monkeypatch.setattr(warm, "expect", lambda launches: calls.append([verb for verb, _ in launches]))
-    monkeypatch.setattr(full_plan, "_ask", ask)
+    monkeypatch.setattr(full_plan, "_ask", lambda *_, **__: calls.append("asked"))
     full_plan.plan_in_full(prepared(load_spec(path)), probe=probe)
     assert calls == done
