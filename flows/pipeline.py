@@ -32,8 +32,7 @@ from trainflow.flows.records.past_runs import read_run
 from trainflow.flows.records.prefect_runs import created_by_this_process, own_flow_run
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, tell_of_run
 from trainflow.flows.records.run_logs import keep_logs
-from trainflow.flows.reports.prefect_artifacts import live_report, run_artifacts
-from trainflow.flows.reports.run_record import RunRecord
+from trainflow.flows.reports.run_record import RunRecord, live_report, run_artifacts
 from trainflow.flows.run_stages import run_stages
 from trainflow.flows.runs.heartbeat import beating
 from trainflow.flows.runs.resumption import plan_of_try
@@ -131,12 +130,8 @@ def _told(spec: PipelineSpec, result: PipelineResult) -> Iterator[None]:
     """After the block, send how it ended to where the spec says."""
     try:
         yield
-    except TrainflowError as error:
-        result.error = error
-        tell_of_run(spec.notify, result)
-        raise
-    except KeyboardInterrupt:
-        result.error = Interrupted("Stopped by a signal.")
+    except (TrainflowError, KeyboardInterrupt) as error:
+        result.error = error if isinstance(error, TrainflowError) else Interrupted("Stopped by a signal.")
         tell_of_run(spec.notify, result)
         raise
     tell_of_run(spec.notify, result)
@@ -146,17 +141,10 @@ def _told(spec: PipelineSpec, result: PipelineResult) -> Iterator[None]:
 def _recorded(plan: Plan, result: PipelineResult) -> Iterator[RunRecord]:
     """Inside the block, keep the run's record, sign of life, logs and report; afterwards, show Prefect how it ended."""
     record = RunRecord(plan, result)
-    live = live_report(plan, result, record.folder)
+    # Not before Prefect knows the end: a sign that a killed process leaves has its run marked as ended there.
+    alive = beating(plan, at_end=expected_ending().do_afterwards)
     try:
-        # Not before Prefect knows the end: a sign that a killed process leaves has its run marked as ended there.
-        with (
-            beating(plan, at_end=expected_ending().do_afterwards),
-            run_artifacts(result, record),
-            record,
-            keep_logs(record.folder),
-            live as logged,
-        ):
-            record.logged = logged
+        with alive, run_artifacts(record), record, keep_logs(record.folder), live_report(record):
             yield record
     finally:
         wait_for_drawings()

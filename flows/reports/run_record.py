@@ -14,17 +14,20 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import hashlib
 import json
 import logging
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Any, Self
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import Interrupted, Preempted, Pruned, StorageError, TrainflowError
+from trainer_lib.hub.pictures import as_file
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.locate import trust_storage
 from trainer_lib.secrets import mask
@@ -41,6 +44,7 @@ from trainflow.flows.records.past_runs import (
     write_record,
 )
 from trainflow.flows.records.plan_record import compare_with_plan
+from trainflow.flows.records.prefect_runs import current_flow_run_id
 from trainflow.flows.records.results import (
     RUN_ID_CHARS,
     PipelineResult,
@@ -50,14 +54,20 @@ from trainflow.flows.records.results import (
 )
 from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
-from trainflow.flows.reports.report import REPORT, draw_charts, render_report
+from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import collect_sections
 from trainflow.flows.reports.run_tracking import ModelTracking, RunTracking, log_charts, registered_as, write_or_warn
 from trainflow.flows.stages import all_stages
+from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.manifest import StageManifest
+from trainflow.tasks.stage.progress import Event, describe, subscribe
 from trainflow.tasks.stage.retry import now
 from trainflow.tasks.tracking import mlflow_run as tracking
 
+EVERY_S = 10.0
+"""Seconds between two reports of a run that has not ended."""
+LIMIT_S = 3.0
+_MOST_ENTRIES = 20_000
 _log = logging.getLogger(__name__)
 
 
@@ -162,7 +172,8 @@ class RunRecord:
         finally:
             self._finish_tracking(status, stages=stages)
         # After the MLflow run has got its id.
-        write_or_warn("lineage", self._write_lineage)
+        if not self._is_unchanged or not self.folder.exists(LINEAGE_FILE):
+            write_or_warn("lineage", lambda: write_lineage(self.plan.spec.storage, self.folder, self._record))
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
 
@@ -232,10 +243,6 @@ class RunRecord:
                 self._save({**self._record, **found})
 
     # -- the folder ---------------------------------------------------------------------------------------------------
-
-    def _write_lineage(self) -> None:
-        if not self._is_unchanged or not self.folder.exists(LINEAGE_FILE):
-            write_lineage(self.plan.spec.storage, self.folder, self._record)
 
     def _write_report(self) -> None:
         self.result.report_url = f"{self.folder.url}/{REPORT}"  # its links are relative to where it lies
@@ -357,3 +364,136 @@ class RunRecord:
                 content = path.read_bytes()
                 self.folder.write_bytes(f"source/{name}", content)
                 self._sources[name] = hashlib.sha256(content).hexdigest()
+
+
+# -- while it lasts, and in Prefect's UI ------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def live_report(record: RunRecord) -> Iterator[None]:
+    """Keep a run's report up to date inside the block, from the start of the first stage that runs.
+
+    It reloads itself, and is rewritten from the events of the stages; the report of the end takes its place.
+    """
+    writer = _Writer(record)
+    record.logged = lambda: list(writer.history)
+    with subscribe(writer.listen):
+        try:
+            yield
+        finally:
+            writer.stop()
+
+
+class _Writer:
+    """The newest state of the run, and the thread that writes it down."""
+
+    def __init__(self, record: RunRecord) -> None:
+        self._record = record
+        self._began, self._now_s = time.monotonic(), time.time()
+        self.history: list[dict[str, Any]] = []
+        self._running: dict[str, dict[str, Any]] = {}
+        self._done = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def listen(self, event: Event) -> None:
+        """Take note of an event."""
+        stage, kind = str(event.get("stage") or ""), event.get("event")
+        if kind == "stage":
+            self._note_stage(stage, event)
+        elif stage in self._running and kind in ("progress", "log", "resume", "wait"):
+            known = self._running[stage]
+            known |= {name: value for name, value in event.items() if value is not None}
+            known["reason"] = describe(known) or event.get("message") or known.get("reason")
+        if kind == "resume" and isinstance(event.get("history"), list):
+            self.history = [dict(entry) for entry in event["history"]]
+        if kind == "log" and stage == "train" and isinstance(event.get("logs"), dict):
+            self.history.append({**event["logs"], "step": event.get("step")})
+            # The curve is too dense to read: keep every other point.
+            if len(self.history) > _MOST_ENTRIES:
+                self.history = self.history[::2]
+
+    def stop(self) -> None:
+        """End the thread; nothing is written afterwards."""
+        self._done.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _note_stage(self, stage: str, event: Event) -> None:
+        if event.get("status") == "started":
+            self._running[stage] = {"since": time.monotonic(), "reason": event.get("reason")}
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._keep, name="trainflow-live-report", daemon=True)
+                self._thread.start()
+        elif event.get("status") != "waiting":
+            self._running.pop(stage, None)
+
+    def _keep(self) -> None:
+        while not self._done.wait(EVERY_S):
+            try:
+                self._write()
+            except Exception as unwritten:  # the next one may succeed; the work does not depend on it
+                _log.debug("The report could not be written: %s", unwritten)
+
+    def _write(self) -> None:
+        now_s = time.monotonic()
+        running = [
+            {
+                "stage": name,
+                "status": "running",
+                "reason": stage.get("reason") or "",
+                "seconds": now_s - stage["since"],
+            }
+            for name, stage in list(self._running.items())
+        ]
+        record = self._record
+        plain = record.result.to_dict()
+        known = {outcome["stage"] for outcome in plain["stages"]}
+        stages = [*plain["stages"], *(stage for stage in running if stage["stage"] not in known)]
+        url = f"{record.folder.url}/{REPORT}"
+        state = {**plain, "stages": stages, "seconds": now_s - self._began, "started": self._moment, "report_url": url}
+        page = render_report(
+            state,
+            draw_charts(self.history),
+            sections=collect_sections(record.plan, record.result),
+            spec=mask(record.plan.spec_text),
+            refresh_s=max(1, round(EVERY_S)),
+        )
+        if not self._done.is_set():
+            record.folder.replace(REPORT, page.encode())
+
+
+@contextlib.contextmanager
+def run_artifacts(record: RunRecord) -> Iterator[None]:
+    """After the block, give the Prefect run that this code runs in its artifacts: a summary, and the loss curve.
+
+    A server that is gone or hangs costs the run `LIMIT_S` seconds and fails nothing.
+    """
+    try:
+        yield
+    finally:
+        if (flow_run_id := current_flow_run_id()) is not None and record.result.stages:
+            arguments = flow_run_id, record.result, record.charts
+            thread = threading.Thread(target=_post, args=arguments, name="trainflow-artifacts", daemon=True)
+            thread.start()
+            thread.join(LIMIT_S)
+
+
+def make_artifacts(result: PipelineResult, charts: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The artifacts as Prefect's API takes them: key, type, data, description."""
+    description = "What ran, with which results, and where it is"
+    found = [{"key": "summary", "type": "markdown", "data": render_summary(result), "description": description}]
+    if (drawing := charts.get(LOSS)) is not None:
+        data = f"data:image/svg+xml;base64,{base64.b64encode(as_file(drawing)).decode()}"
+        found.append({"key": "loss", "type": "image", "data": data, "description": "Loss by optimizer step"})
+    return found
+
+
+def _post(flow_run_id: Any, result: PipelineResult, charts: Mapping[str, str]) -> None:
+    from prefect.client.schemas.actions import ArtifactCreate
+
+    try:
+        with quick_client(LIMIT_S) as client:
+            for artifact in make_artifacts(result, charts):
+                client.create_artifact(ArtifactCreate(**artifact, flow_run_id=flow_run_id))
+    except Exception as error:  # the server is away: the run is not
+        _log.debug("Prefect's server did not take the artifacts: %s", error)

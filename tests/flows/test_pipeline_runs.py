@@ -30,7 +30,7 @@ from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.records.results import PipelineResult
-from trainflow.flows.reports import prefect_artifacts
+from trainflow.flows.reports import run_record
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.model.model_lineage import describe_lineage
 from trainflow.tasks.prefect import prefect_client
@@ -111,7 +111,7 @@ def test_prefect_mlflow_and_the_report_show_the_name_of_a_run_and_how_it_went(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # What nothing waits for takes longer on a busy machine than a run would grant it.
-    monkeypatch.setattr(prefect_artifacts, "LIMIT_S", PATIENCE_S)
+    monkeypatch.setattr(run_record, "LIMIT_S", PATIENCE_S)
     monkeypatch.setattr(prefect_client, "quick_client", lambda: quick_client(PATIENCE_S))
     result = tracked(folder, "train.args.learning_rate=1e-2")
     shown, in_prefect = mlflow_run(result), newest_flow_run()

@@ -27,8 +27,7 @@ from trainflow.flows.cli.commands import execution
 from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome, read_training_history
-from trainflow.flows.reports import prefect_artifacts as _artifacts
-from trainflow.flows.reports import run_tracking
+from trainflow.flows.reports import run_record, run_tracking
 from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report, render_summary
 from trainflow.flows.reports.report_facts import describe_conversations, describe_data
 from trainflow.flows.reports.run_tracking import (
@@ -166,11 +165,11 @@ def live_result(**more: Any) -> PipelineResult:
 
 
 def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_artifacts, "EVERY_S", 0.05)
+    monkeypatch.setattr(run_record, "EVERY_S", 0.05)
     plan = Plan.of(load_spec(project(tmp_path / "project"), ["train.args.learning_rate=0.125"]))
-    folder = Store.open(tmp_path / "run")
-    page = tmp_path / "run" / REPORT
-    with _artifacts.live_report(plan, PipelineResult("toy", "k" * 64, plan.spec.storage), folder):
+    record = run_record.RunRecord(plan, PipelineResult("toy", "k" * 64, plan.spec.storage))
+    record.folder, page = Store.open(tmp_path / "run"), tmp_path / "run" / REPORT
+    with run_record.live_report(record):
         publish({"event": "stage", "stage": "prepare-data", "status": "cached", "reason": "committed"})
         time.sleep(0.2)
         assert not page.exists(), "a run that changes nothing leaves the report alone"
@@ -192,7 +191,7 @@ def test_the_report_follows_the_run_and_reloads_itself(tmp_path: Path, monkeypat
 def test_prefect_gets_a_summary_and_the_curve() -> None:
     gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
     failed = live_result(gates=gates, error=GateError("The model is not published."))
-    found = {each["key"]: each["data"] for each in _artifacts.make_artifacts(failed, draw_charts(HISTORY))}
+    found = {each["key"]: each["data"] for each in run_record.make_artifacts(failed, draw_charts(HISTORY))}
     assert set(found) == {"summary", "loss"}
     # A reason does not end its cell.
     for part in ("args\\|seed", "`/data/model`", "`/data/runs/k/report.html`", "GateError", "| loss | nan |"):
@@ -200,14 +199,14 @@ def test_prefect_gets_a_summary_and_the_curve() -> None:
     assert "| test_accuracy | >= 0.9 | 0.5 | failed |" in found["summary"]
     assert found["loss"].startswith("data:image/svg+xml;base64,")
     # Links are made to web addresses alone.
-    text = _artifacts.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
+    text = run_record.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
     assert "[https://mlflow/x](https://mlflow/x)" in text
     assert draw_charts([]) == {}
 
 
 def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_artifacts, "LIMIT_S", 0.5)
-    monkeypatch.setattr(_artifacts, "current_flow_run_id", lambda: "00000000-0000-0000-0000-000000000001")
+    monkeypatch.setattr(run_record, "LIMIT_S", 0.5)
+    monkeypatch.setattr(run_record, "current_flow_run_id", lambda: "00000000-0000-0000-0000-000000000001")
 
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
@@ -215,7 +214,7 @@ def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.Monke
 
         with settings_for_every_thread({PREFECT_API_URL: address}):
             began = time.monotonic()
-            with _artifacts.run_artifacts(live_result(), cast(Any, SimpleNamespace(charts={}))):
+            with run_record.run_artifacts(cast(Any, SimpleNamespace(result=live_result(), charts={}))):
                 pass
             assert time.monotonic() - began < 10
     for thread in threading.enumerate():
