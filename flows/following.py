@@ -26,7 +26,7 @@ from trainflow.flows.runs.heartbeat import PAUSE_S
 from trainflow.flows.runs.run_status import RunStatus, read_status
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.tasks.follow import Evaluation, Follower, Job, Listener, RunPoints, Standard, check_settings
+from trainflow.tasks.follow import Evaluation, Follower, Job, Listener, RunPoints, check_settings
 from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up, stage_store
@@ -214,7 +214,10 @@ def follow_training(
             poll_s=every_s,
         )
         follower = Follower(job, standard, points, listener)
-        _describe_beginning(follower, standard, listener)
+        if done := follower.begin():
+            listener.say(f"{describe_number(len(done))} already, the newest at step {done[-1].step}.")
+        greater = "greatest" if standard.is_greater_better else "smallest"
+        listener.say(f"The checkpoint with the {greater} {standard.metric} is kept.")
         ending, count = _follow(follower, Watch(training), listener, once=once, every_s=every_s)
         done = follower.begin()
     if follower.damaged:
@@ -244,14 +247,6 @@ def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: floa
             said = found
         time.sleep(every_s)
     return found
-
-
-def _describe_beginning(follower: Follower, standard: Standard, listener: Listener) -> None:
-    done = follower.begin()
-    if done:
-        listener.say(f"{describe_number(len(done))} already, the newest at step {done[-1].step}.")
-    greater = "greatest" if standard.is_greater_better else "smallest"
-    listener.say(f"The checkpoint with the {greater} {standard.metric} is kept.")
 
 
 def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool, every_s: float) -> tuple[Ending, int]:

@@ -21,7 +21,7 @@ from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import is_measurement, with_intervals
 from trainflow.flows.cli.terminal import STYLES, readable, terminal_width
-from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome, evaluation_warnings
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, evaluation_warnings
 
 if TYPE_CHECKING:
     from trainflow.flows.planning.plan import StageReason
@@ -40,7 +40,12 @@ def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Seq
     """The stages (what ran and why), the measured quality, where everything is, and what MLflow does not have yet."""
     if not result.stages:  # refused before the first stage
         return []
-    lines = [Text(), *_stage_table(result.stages)]
+    rows = [("stage", "", "time", "why")]
+    for outcome in result.stages:
+        why = "see below" if outcome.status == "failed" else readable(outcome.reason)
+        rows.append((outcome.stage, outcome.status, outcome.took, why))
+    styles = [("bold", STYLES.get(outcome.status, ""), "", "dim") for outcome in result.stages]
+    lines = [Text(), *table(rows, styles, right=frozenset({2}), indent="  ")]
     for part in (_metrics(result), _gates(result)):
         lines += [Text(), *part] if part else []
     lines += [Text(f"  warning      {mask(to_cell(text))}", "yellow") for text in evaluation_warnings(result)]
@@ -76,15 +81,6 @@ def check_note(result: PipelineResult, limit: int | None) -> list[Text]:
 
 def _rows(limit: int) -> str:
     return f"{counted(limit, 'row')} of each split"
-
-
-def _stage_table(stages: Sequence[StageOutcome]) -> list[Text]:
-    rows = [("stage", "", "time", "why")]
-    for outcome in stages:
-        why = "see below" if outcome.status == "failed" else readable(outcome.reason)
-        rows.append((outcome.stage, outcome.status, outcome.took, why))
-    styles = [("bold", STYLES.get(outcome.status, ""), "", "dim") for outcome in stages]
-    return table(rows, styles, right=frozenset({2}), indent="  ")
 
 
 def _metrics(result: PipelineResult) -> list[Text]:

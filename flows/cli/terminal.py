@@ -14,7 +14,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType
@@ -56,19 +55,6 @@ class _SafeConsole(Console):
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
     """A console that never breaks a line: paths and commands are there to be copied. A quiet one shows nothing."""
     return _SafeConsole(stderr=stderr, quiet=quiet, soft_wrap=True, highlight=False, markup=False, emoji=False)
-
-
-class Display(Protocol):
-    """Shows the events of `trainflow.tasks.stage.progress` as they come."""
-
-    def __call__(self, event: Event) -> None:
-        """Take one event."""
-
-    def say(self, text: str) -> None:
-        """Show one line that is not an event."""
-
-    def warn(self, text: str) -> None:
-        """Show one warning."""
 
 
 @dataclass
@@ -261,6 +247,8 @@ def _other_row(name: str, stage: _Stage) -> list[RenderableType]:
     return [Text(_MARKS.get(status, " "), style), Text(name), Text(status, style), Text(took, "dim")]
 
 
+Display = PlainDisplay | LiveDisplay
+"""Shows the events of `trainflow.tasks.stage.progress` as they come."""
 # One for all rows, so that they turn in step.
 _SPINNER = Spinner("dots", style="cyan")
 

@@ -81,7 +81,7 @@ class Schedule:
         from prefect.schedules import Cron, Interval, RRule
 
         # Computed once here, so that a rule without a firing is refused and not deployed.
-        if self._checked() is not None and not self.next_firings(1):
+        if (self.cron, self.rrule, self.interval_s) != (None, None, None) and not self.next_firings(1):
             name, value = ("--cron", self.cron) if self.cron is not None else ("--rrule", self.rrule)
             raise ConfigError(
                 "No run would ever start by this schedule.", field=name, value=value, remedy="Give one with a future."

@@ -310,15 +310,8 @@ class Ledger:
         }
 
     def _state(self, trial: Any) -> TrialState:
-        names: dict[str, State] = {
-            "WAITING": "waiting",
-            "RUNNING": "running",
-            "COMPLETE": "complete",
-            "PRUNED": "pruned",
-            "FAIL": "failed",
-        }
         params = trial.params or trial.system_attrs.get("fixed_params", {})
-        state = names[trial.state.name]
+        state: State = "failed" if trial.state.name == "FAIL" else trial.state.name.lower()
         return TrialState(
             trial.number,
             state,

@@ -315,7 +315,11 @@ class _Sweep:
     def _write_best(self, result: SweepResult) -> None:
         for number in result.best:
             name = "best.yaml" if len(result.best) == 1 else f"best-{number}.yaml"
-            text = best_spec(self._spec, result, number)
+            best = result.trial(number)
+            reached = reached_text(result.objective, best.objective or ())
+            # What the sweep's spec says otherwise, with the trial's values, and ready to run.
+            ready = dump_yaml(with_values(self._spec, best.values).model_dump(mode="json", exclude_defaults=True))
+            text = f"# Trial {number} of the sweep {result.name}: {reached}. What it made is not made again.\n{ready}"
             self._folder.write_bytes(name, text.encode())
             result.best_specs[number] = f"{self._folder.url}/{name}"
             if self._run is not None:
@@ -335,15 +339,6 @@ class _Sweep:
         elif result.best:
             tags["trainflow.sweep.best_trials"] = ", ".join(map(str, result.best))
         run.set_tags(tags)
-
-
-def best_spec(spec: PipelineSpec, result: SweepResult, number: int) -> str:
-    """The spec of a trial as YAML: what the sweep's spec says otherwise, with the trial's values, and ready to run."""
-    best = result.trial(number)
-    own = with_values(spec, best.values)
-    reached = reached_text(result.objective, best.objective or ())
-    head = f"# Trial {number} of the sweep {result.name}: {reached}. What it made is not made again.\n"
-    return head + dump_yaml(own.model_dump(mode="json", exclude_defaults=True))
 
 
 # -- slots -------------------------------------------------------------------------------------------------------------

@@ -105,23 +105,21 @@ class Slot:
         self._conclude(claim, result)
 
     def _conclude(self, claim: Claim, result: PipelineResult) -> None:
-        error = result.error
+        error, ended = result.error, {"event": "ended", "trial": claim.number}
         if error is None:
             objective = self._objective(result)
             claim.complete(objective)
-            self.emit({"event": "ended", "trial": claim.number, "state": "complete", "objective": objective})
+            self.emit({**ended, "state": "complete", "objective": objective})
         elif isinstance(error, Pruned):
             claim.end("pruned", error.message)
-            self.emit({"event": "ended", "trial": claim.number, "state": "pruned", "reason": error.message})
-        elif isinstance(error, _OF_THE_TRIAL) and not self._ends_the_sweep(error):
-            claim.end("failed", str(error))
-            self.emit({"event": "ended", "trial": claim.number, "state": "failed", "reason": str(error)})
-        else:
+            self.emit({**ended, "state": "pruned", "reason": error.message})
+        elif not isinstance(error, _OF_THE_TRIAL):
             raise error
-
-    def _ends_the_sweep(self, error: TrainflowError) -> bool:
-        """Whether a mistake is one of the spec or the recipe, and not of the trial's values: none went through yet."""
-        return isinstance(error, _MISTAKES) and not any(trial.state == "complete" for trial in self.ledger.trials())
+        elif isinstance(error, _MISTAKES) and not any(trial.state == "complete" for trial in self.ledger.trials()):
+            raise error  # one of the spec or the recipe, and not of the trial's values: none went through yet
+        else:
+            claim.end("failed", str(error))
+            self.emit({**ended, "state": "failed", "reason": str(error)})
 
     def _objective(self, result: PipelineResult) -> list[float]:
         """The trial's objective values. Raises ConfigError for a metric that no stage reports."""
@@ -204,8 +202,8 @@ def reported_metrics(result: PipelineResult) -> dict[str, float]:
         if outcome.stage == "train":
             with contextlib.suppress(ValueError, TrainflowError):
                 for entry in read_training_history(Store.open(outcome.manifest["url"])):
-                    evaluated = {name: value for name, value in entry.items() if name.startswith("eval_")}
-                    found |= {name: float(value) for name, value in evaluated.items() if isinstance(value, int | float)}
+                    numbers = {name: value for name, value in entry.items() if isinstance(value, int | float)}
+                    found |= {name: float(value) for name, value in numbers.items() if name.startswith("eval_")}
     return found
 
 

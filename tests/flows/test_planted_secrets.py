@@ -73,7 +73,7 @@ def test_secrets_are_nowhere_after_a_failed_run_and_a_whole_one(
     (folder / "broken").touch()
     more: tuple[str, ...] = ("train.launch={kind: process, processes: 1}", "evaluate.launch=in_process")
     more += ("predict.launch=in_process", "tracking.enabled=true", "register.name=toy")
-    with terminal.logs(_Display(shown), debug=False):
+    with terminal.logs(_Display(shown), debug=False):  # type: ignore[arg-type]
         failed = run(folder, *more)
         assert failed.error is not None
         assert "broke" in str(failed.error)
