@@ -35,8 +35,7 @@ from trainflow.flows.records.run_logs import keep_logs
 from trainflow.flows.reports.run_record import RunRecord, live_report, run_artifacts
 from trainflow.flows.run_stages import run_stages
 from trainflow.flows.runs.heartbeat import beating
-from trainflow.flows.runs.resumption import plan_of_try
-from trainflow.flows.runs.run_status import read_status, sweep
+from trainflow.flows.runs.run_status import plan_of_try, read_status, sweep
 from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
 from trainflow.tasks.prefect.prefect_client import wait_for_drawings
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures

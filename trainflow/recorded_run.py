@@ -17,7 +17,7 @@ from trainflow.flows.records.past_runs import RUNS, PastRun, find_run, list_runs
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, read_training_history
 from trainflow.flows.run_stages import result_if_unchanged
 from trainflow.flows.runs.run_details import RunDetails, read_details
-from trainflow.flows.runs.run_status import read_status
+from trainflow.flows.runs.run_status import prepare_resumption, read_status, require_unfinished
 from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec, storage_here
 from trainflow.flows.stages import require_stage
@@ -181,8 +181,6 @@ class Run:
             ConfigError: it has finished, is running, or lacks something that is not on this machine.
             TrainflowError: a stage failed.
         """
-        from trainflow.flows.runs.resumption import prepare_resumption, require_unfinished
-
         past = self._recorded
         status = read_status(self.storage, past)
         at_work = status if status.is_at_work else None

@@ -194,7 +194,7 @@ class Forecast:
         return self.own.total + (self.estimate.process_bytes if self.estimate.device == "cpu" else 0)
 
     def planned(self) -> dict[str, float | None]:
-        """The numbers that are compared with what came of the run (`trainflow.flows.records.plan_record`)."""
+        """The numbers that are compared with what came of the run (`trainflow.flows.records.results`)."""
         length, room = self.length, self.room
         return {
             "seconds": self.seconds,

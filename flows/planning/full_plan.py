@@ -22,8 +22,7 @@ from trainer_lib.storage.urls import checked_address
 from trainflow.flows.planning.forecast import Forecast, forecast
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import run_folder
-from trainflow.flows.records.plan_record import write_plan
-from trainflow.flows.records.results import RUN_ID_CHARS
+from trainflow.flows.records.results import RUN_ID_CHARS, write_plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest

@@ -25,8 +25,7 @@ from trainer_lib.base.suggestions import counted, number_words, to_markdown, to_
 from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import compare_with_baselines, slice_tables, whole_metrics, with_intervals
-from trainflow.flows.records.plan_record import HEAD, comparison_cells
-from trainflow.flows.records.results import PipelineResult
+from trainflow.flows.records.results import HEAD, PipelineResult, comparison_cells
 from trainflow.tasks.model.model_lineage import find_versions
 
 if TYPE_CHECKING:

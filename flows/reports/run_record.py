@@ -43,12 +43,12 @@ from trainflow.flows.records.past_runs import (
     run_folder,
     write_record,
 )
-from trainflow.flows.records.plan_record import compare_with_plan
 from trainflow.flows.records.prefect_runs import current_flow_run_id
 from trainflow.flows.records.results import (
     RUN_ID_CHARS,
     PipelineResult,
     collect_metrics,
+    compare_with_plan,
     describe_outcomes,
     read_training_history,
 )

@@ -14,9 +14,8 @@ from trainer_lib.base.json_text import parse_record
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import ARGUMENTS_FILE, PastRun, read_tags, run_folder
-from trainflow.flows.records.plan_record import compare_with_plan
 from trainflow.flows.records.recorded_spec import read_spec_record
-from trainflow.flows.records.results import flat_metrics
+from trainflow.flows.records.results import compare_with_plan, flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
 from trainflow.flows.records.run_names import flat_settings
 from trainflow.flows.stages import find_stage, stage_names

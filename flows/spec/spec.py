@@ -26,8 +26,7 @@ from trainer_lib.evaluation.benchmarks import is_task_file
 from trainer_lib.protocol import recipe_names
 from trainer_lib.protocol.recipe_names import is_recipe_name
 from trainflow.flows.spec import checks as _checks
-from trainflow.flows.spec.findings import spec_error
-from trainflow.flows.spec.spec_file import apply_override, read_spec_file
+from trainflow.flows.spec.spec_file import apply_override, read_spec_file, spec_error
 from trainflow.flows.spec.sweep_settings import OBJECTIVE, SweepSettings
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import (

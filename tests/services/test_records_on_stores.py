@@ -30,7 +30,7 @@ from trainer_lib.errors import ConfigError, StoreUnreachableError
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.records.past_runs import find_run, list_runs
-from trainflow.flows.records.plan_record import write_plan
+from trainflow.flows.records.results import write_plan
 from trainflow.flows.records.run_logs import LogReader, follow_lines, keep_logs
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.runs.garbage import find_garbage

@@ -156,7 +156,7 @@ def resume(
 
     The recipe is the project's, as it is now; where the project is not on this machine, the one that the run kept.
     """
-    from trainflow.flows.runs.resumption import prepare_resumption
+    from trainflow.flows.runs.run_status import prepare_resumption
 
     out = form.console()
     if (place := storage or storage_here()) is None:
@@ -178,8 +178,7 @@ def resume(
 def _choose_unfinished(storage: str, run: str | None, say: Callable[[str], object]) -> PastRun:
     """The run to resume. Raises ConfigError, also for what people give in place of a run's id."""
     from trainflow.flows.records.past_runs import NEWEST, find_run, newest_unfinished
-    from trainflow.flows.runs.resumption import require_unfinished
-    from trainflow.flows.runs.run_status import find_statuses
+    from trainflow.flows.runs.run_status import find_statuses, require_unfinished
 
     if run is not None and "=" in run:
         what = "`resume` uses the recorded settings and takes no overrides."

@@ -22,7 +22,7 @@ from trainflow.flows.cli.commands.status import COLOURS, SHORT_ID
 from trainflow.flows.cli.options import Answer, BareForm, Form, PlaceWords, Run, command
 from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
-from trainflow.flows.records.plan_record import HEAD, comparison_cells
+from trainflow.flows.records.results import HEAD, comparison_cells
 from trainflow.flows.server.schedule import read_interval
 
 if TYPE_CHECKING:

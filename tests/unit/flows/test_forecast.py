@@ -24,7 +24,7 @@ from trainflow.flows.planning import full_plan
 from trainflow.flows.planning.forecast import Forecast, Length, forecast
 from trainflow.flows.planning.full_plan import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.plan_record import compare_with_plan, write_plan
+from trainflow.flows.records.results import compare_with_plan, write_plan
 from trainflow.flows.run_stages import expect_launches
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.tasks.stage import rehearsal

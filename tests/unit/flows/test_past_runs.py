@@ -228,8 +228,7 @@ def test_a_comparison_names_only_what_differs(tmp_path: Path) -> None:
     assert [str(each) for each in found.arguments] == ["warmup_steps: 1 -> 2"]
     assert found.versions == []
     [loss] = found.metrics
-    assert (loss.old, loss.new) == (0.1, 0.2)
-    assert loss.delta == pytest.approx(0.1)
+    assert loss == {"name": "train_loss", "old": 0.1, "new": 0.2, "delta": pytest.approx(0.1)}
     assert (found.is_equal, compare_runs(details[0], details[0]).is_equal) == (False, True)
 
 
