@@ -90,11 +90,6 @@ def _warn(plan: Plan) -> None:
             progress.publish({"event": "warning", "stage": name, "message": sentence})
 
 
-def _pass_warning(event: Mapping[str, Any]) -> None:
-    if event.get("event") == "warning":
-        progress.publish({"event": "warning", "stage": "evaluate", "message": event.get("message")})
-
-
 def expect_launches(plan: Plan) -> None:
     """Have workers of the stages that will run import torch before their turn."""
     hits = {name for name, reason in plan.reasons.items() if reason.hit} - {*plan.context.force}
@@ -209,8 +204,13 @@ class _StageRun:
         if not is_forced and look_up(self._context.storage, plan.key_of("train", self._manifests))[0] is not None:
             return
         train = plan.stages["train"].config
+
+        def pass_warning(event: Mapping[str, Any]) -> None:
+            if event.get("event") == "warning":
+                progress.publish({"event": "warning", "stage": "evaluate", "message": event.get("message")})
+
         try:
-            rehearse_evaluation(measured.config, train, self._context, data, named=named, on_event=_pass_warning)
+            rehearse_evaluation(measured.config, train, self._context, data, named=named, on_event=pass_warning)
         except ConfigError:
             self._skip_rest("evaluate could not measure what the spec asks for")
             raise
@@ -230,21 +230,17 @@ class _StageRun:
         for plan, state in zip(plans, states, strict=False):
             ended = state.result(raise_on_failure=False)
             if isinstance(ended, StageManifest):
-                self._note_success(plan, state, ended, started)
+                # The state's own time: of stages that run together the shorter one waited for the other.
+                seconds = max((state.timestamp - started).total_seconds(), 0.0)
+                cached = state.name == "Cached"
+                reason = f"committed {ended.created}" if cached else ended.reason
+                self._keep(plan.stage.name, "cached" if cached else "ran", reason, seconds, ended)
                 continue
             self._note_failure(plan, ended, started)
             failures.append((plan.stage.name, ended))
         if failures:
             self._skip_rest(f"{failures[0][0]} failed")
             raise failures[0][1]
-
-    def _note_success(self, plan: StagePlan, state: State[Any], manifest: StageManifest, started: datetime) -> None:
-        cached = state.name == "Cached"
-        reason = f"committed {manifest.created}" if cached else manifest.reason
-        status: Status = "cached" if cached else "ran"
-        # The state's own time: of stages that run together the shorter one waited for the other.
-        seconds = (state.timestamp - started).total_seconds()
-        self._keep(plan.stage.name, status, reason, max(seconds, 0.0), manifest)
 
     def _note_failure(self, plan: StagePlan, error: BaseException, started: datetime) -> None:
         why = error.message if isinstance(error, TrainflowError) else str(error) or type(error).__name__

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from trainer_lib.errors import ConfigError, NotReproducibleError
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage import Store
 from trainflow.flows.lineage.lineage_chain import Chain
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import PastRun, describe_changes
@@ -94,7 +94,13 @@ class Reproduction:
         self.run: PastRun = chain.run
         self._chain, self._given, self._say = chain, tolerance, say
         self._storage = chain.storage.url
-        self._check_run()
+        if "train" not in self.run.stages:
+            what = "This run has trained no model that could be compared."
+            raise ConfigError(what, field="X", value=self.run.id, remedy="Name a run that has finished.")
+        if self.run.from_run is not None:
+            what = f"This run took results from the run {self.run.from_run}, whose recipe may have been another."
+            remedy = f"Reproduce that run: trainflow reproduce {self.run.from_run}."
+            raise ConfigError(what, field="X", value=self.run.id, remedy=remedy)
         self.outcome = Outcome(run=self.run.id, to=to)
         spec = read_kept_spec(self._storage, self.run, say)
         self._check_sources(spec)
@@ -106,22 +112,16 @@ class Reproduction:
         """Run it again, as `trainflow.flows.pipeline.run_pipeline` does, and compare. Raises TrainflowError."""
         prepared = run_pipeline(self.spec, only="prepare-data")
         prepared.raise_for_error()
-        self._check_data(prepared.manifests())
+        link, made = self._chain.lineage.stage("prepare-data"), prepared.manifests()["prepare-data"].content_digest
+        if link is not None and made != link.content_digest:
+            then = str(link.content_digest)[:12]
+            raise _other_data(f"the prepared data has the digest {made[:12]}…, that of the run {then}…")
         result = run_pipeline(self.spec)
         result.raise_for_error()
         self._compare(result.manifests())
         return self.outcome
 
     # -- before it begins ---------------------------------------------------------------------------------------------
-
-    def _check_run(self) -> None:
-        if "train" not in self.run.stages:
-            what = "This run has trained no model that could be compared."
-            raise ConfigError(what, field="X", value=self.run.id, remedy="Name a run that has finished.")
-        if self.run.from_run is not None:
-            what = f"This run took results from the run {self.run.from_run}, whose recipe may have been another."
-            remedy = f"Reproduce that run: trainflow reproduce {self.run.from_run}."
-            raise ConfigError(what, field="X", value=self.run.id, remedy=remedy)
 
     def _check_sources(self, spec: PipelineSpec) -> None:
         sources = list(spec.prepare.sources)
@@ -152,18 +152,16 @@ class Reproduction:
 
     # -- comparing ----------------------------------------------------------------------------------------------------
 
-    def _check_data(self, now: Mapping[str, StageManifest]) -> None:
-        link = self._chain.lineage.stage("prepare-data")
-        if link is not None and now["prepare-data"].content_digest != link.content_digest:
-            then, found = str(link.content_digest)[:12], now["prepare-data"].content_digest[:12]
-            raise _other_data(f"the prepared data has the digest {found}…, that of the run {then}…")
-
     def _compare(self, now: Mapping[str, StageManifest]) -> None:
         then = {stage: self._recorded(stage) for stage in self.run.stages if stage in now}
         for stage, old in then.items():
             if stage in _COMPARED:
                 self.outcome.compared += _compare_files(old, now[stage])
-        self.outcome.metrics = _compare_metrics(then, now)
+        if "evaluate" in then:
+            before, after = (flat_metrics(side["evaluate"].metrics) for side in (then, now))
+            pairs = {name: (before[name], after[name]) for name in before if name in after}
+            differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+            self.outcome.metrics = {name: pair for name, pair in differ.items() if not all(map(math.isnan, pair))}
         unequal = [file for file in self.outcome.compared if file["then"] != file["now"]]
         self.outcome.tolerance = self._tolerance(then, now)
         if not unequal and not self.outcome.metrics:
@@ -245,22 +243,11 @@ def _quiet(spec: PipelineSpec, to: str) -> PipelineSpec:
 
 
 def _compare_files(old: StageManifest, new: StageManifest) -> Iterator[dict[str, Any]]:
-    sides = [_compared(side) for side in (old, new)]
+    below = _COMPARED[old.stage]
+    sides = [
+        {file.path: file for file in side.files if file.path.startswith(below) and file.path.endswith(_FILES)}
+        for side in (old, new)
+    ]
     for path in sorted(sides[0].keys() | sides[1].keys()):
         then, now = (side[path].sha256 if path in side else None for side in sides)
         yield {"stage": old.stage, "path": path, "then": then, "now": now, "folders": [old.url, new.url]}
-
-
-def _compared(manifest: StageManifest) -> dict[str, FileEntry]:
-    below = _COMPARED[manifest.stage]
-    return {file.path: file for file in manifest.files if file.path.startswith(below) and file.path.endswith(_FILES)}
-
-
-def _compare_metrics(
-    then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]
-) -> dict[str, tuple[float, float]]:
-    if "evaluate" not in then:
-        return {}
-    old, new = (flat_metrics(side["evaluate"].metrics) for side in (then, now))
-    pairs = {name: (old[name], new[name]) for name in old if name in new}
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not all(map(math.isnan, pair))}

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from trainer_lib.base.json_text import BrokenSealError
@@ -137,7 +137,8 @@ def _versions_of(uri: str, root: Store) -> Iterator[Referrer]:
     except Exception as error:  # whatever mlflow raises
         raise _unreachable(uri, first_line(error)) from error
     for version in versions:
-        folders = {*_folder_of(version.source, root), *_folders_of_tags(version.tags)}
+        keys = {name: str(version.tags.get(f"{_TAG}{name}") or "")[:FOLDER_CHARS] for name in stage_names()}
+        folders = {*_folder_of(version.source, root), *((name, key) for name, key in keys.items() if key)}
         yield Referrer(f"registered as {version.name} version {version.version}", frozenset(folders), version.run_id)
 
 
@@ -150,11 +151,6 @@ def _folder_of(source: str, root: Store) -> set[Folder]:
         if below != text and len(parts) > 1:
             return {(parts[0], parts[1])}
     return set()
-
-
-def _folders_of_tags(tags: Mapping[str, Any]) -> set[Folder]:
-    named = {name: str(tags.get(f"{_TAG}{name}") or "") for name in stage_names()}
-    return {(name, key[:FOLDER_CHARS]) for name, key in named.items() if key}
 
 
 def _database(uri: str) -> Path | None:
@@ -260,21 +256,25 @@ def find_garbage(
     garbage.obstacle = garbage.obstacle or next(iter(changed), None)
     reasons = _why_runs_stay(storage, runs, keep, others)
     garbage.kept = {run.id: reasons[run.id] for run in runs if run.id in reasons}
-    garbage.items += _find_runs(storage, [run for run in runs if run.id not in reasons], {run.id for run in runs}, keep)
+    root = Store.open(storage)
+    folder, known = root.child(RUNS), {run.id for run in runs}
+    doomed = {run.id: f"beyond the newest {keep} of {run.name}" for run in runs if run.id not in reasons}
+    lost = [name for name in folder.children() if name not in known and not _at_work(folder.child(name))]
+    for name, why in (doomed | dict.fromkeys(lost, "it has no record that can be read")).items():
+        garbage.items.append(Item("run", folder.child(name), _size(folder.child(name)), why))
     staying = collect_folders((run for run in runs if run.id in reasons), others)
     named = collect_folders(runs, others)
-    for store, folder in _stage_folders(storage):
-        if folder not in staying:
-            why = f"only {named[folder]} refers to it" if folder in named else "no run refers to it"
-            _add_stage(garbage, store, folder, why)
+    for store, of_stage in _stage_folders(storage):
+        if of_stage not in staying:
+            why = f"only {named[of_stage]} refers to it" if of_stage in named else "no run refers to it"
+            _add_stage(garbage, store, of_stage, why)
         elif left := _uncommitted_checkpoints(store):
-            garbage.items.append(Item("checkpoints", store, left, "left by an interrupted save", folder))
-    _add_publications(garbage, Store.open(storage))
+            garbage.items.append(Item("checkpoints", store, left, "left by an interrupted save", of_stage))
+    _add_publications(garbage, root)
     _add_limited(garbage, storage)
-    doomed = tuple(f"{item.store.url}/" for item in garbage.items)
-    root = Store.open(storage)
+    removed = tuple(f"{item.store.url}/" for item in garbage.items)
     links = (f"{root.url.rstrip('/')}/{path}" for path in root.links())
-    garbage.links = [url for url in links if not url.startswith(doomed)]
+    garbage.links = [url for url in links if not url.startswith(removed)]
     return garbage
 
 
@@ -319,16 +319,6 @@ def _why_runs_stay(
 def _at_work(folder: Store) -> str | None:
     """The process working on a run; one of another machine counts until `trainflow status` has seen it dead."""
     return next((str(sign.holder) for sign in read_signs(folder) if sign.life() != "dead"), None)
-
-
-def _find_runs(storage: str, doomed: Sequence[PastRun], known: set[str], keep: int | None) -> Iterator[Item]:
-    folder = Store.open(storage).child(RUNS)
-    for run in doomed:
-        yield Item("run", folder.child(run.id), _size(folder.child(run.id)), f"beyond the newest {keep} of {run.name}")
-    for name in folder.children():
-        store = folder.child(name)
-        if name not in known and not _at_work(store):
-            yield Item("run", store, _size(store), "it has no record that can be read")
 
 
 def _stage_folders(storage: str) -> Iterator[tuple[Store, Folder]]:
@@ -419,8 +409,11 @@ def remove_garbage(
         removed.append(item)
         on_removed(item)
 
+    def is_needed(folder: Store) -> bool:
+        return _at_work(folder) is not None or bool(folder.children(TAGS))
+
     for item in garbage.items:
-        if item.kind == "run" and remove_run(item.store, RUN_FILE, partial(_is_needed, item.store)):
+        if item.kind == "run" and remove_run(item.store, RUN_FILE, partial(is_needed, item.store)):
             note(item)
     stages = [item for item in garbage.items if item.kind == "stage"]
     for start in range(0, len(stages), _AT_ONCE):
@@ -432,10 +425,6 @@ def remove_garbage(
         if is_gone or (item.kind == "publication" and _remove_publication(item.store)):
             note(item)
     return removed
-
-
-def _is_needed(folder: Store) -> bool:
-    return _at_work(folder) is not None or bool(folder.children(TAGS))
 
 
 def _references_now(storage: str, config: TrackingConfig | None, skip_registry: bool) -> dict[str, str]:

@@ -333,14 +333,9 @@ def deploy(
     if watch is not None:
         commands["new data"] = f"trainflow watch {shlex.quote(watch)} {FLOW}/{name}"
     dates = schedule.next_firings(_SHOWN)
-    return Deployed(
-        f"{FLOW}/{name}",
-        pool,
-        str(schedule),
-        show_firings(dates) if dates else "",
-        f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}" if kind != "process" else "",
-        commands,
-    )
+    places = f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"
+    note = "" if kind == "process" else places
+    return Deployed(f"{FLOW}/{name}", pool, str(schedule), show_firings(dates) if dates else "", note, commands)
 
 
 def _require_pool(client: SyncPrefectClient, name: str) -> tuple[str, Any]:
