@@ -389,7 +389,7 @@ class _Writer:
 
     def __init__(self, record: RunRecord) -> None:
         self._record = record
-        self._began, self._now_s = time.monotonic(), time.time()
+        self._began, self._moment = time.monotonic(), time.time()
         self.history: list[dict[str, Any]] = []
         self._running: dict[str, dict[str, Any]] = {}
         self._done = threading.Event()

@@ -463,7 +463,7 @@ class TrialTasks:
         self._tasks: list[Any] = []
 
     def __call__(self, slot: SlotProcess, event: Mapping[str, Any]) -> None:
-        """Take an event of a slot: a trial has begun or ended, or the slot is lost, with the trial that it has."""
+        """Take an event of a slot: a trial began or ended, or the slot is lost, with the trial that it has."""
         from prefect.states import Completed, Crashed, Failed
 
         kind, reason = event.get("event"), str(event.get("reason") or "")
