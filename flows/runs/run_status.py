@@ -191,7 +191,7 @@ def _seems_silent(sign: Sign) -> bool:
 
 
 def _is_within(sign: Sign, seconds: float) -> bool:
-    """Whether the last beat is no older; where the clocks are obviously different they say nothing."""
+    """Whether the last beat is at most so old; where the clocks are obviously different they say nothing."""
     age_s = seconds_since(sign.at)
     return age_s is not None and 0 <= age_s < seconds
 

@@ -1,6 +1,6 @@
 """The text of a spec: YAML or JSON, with the lines of its keys, so that errors can name it; and what is wrong with it.
 
-Pydantic's findings are said in the words of its user: what, why and what to do, never pydantic's own text. A setting
+Pydantic's findings are in the words of its user: what, why and what to do, never pydantic's own text. A setting
 that takes several types (`processes`: a number or "auto") has one finding per type; they become one sentence.
 """
 
