@@ -152,17 +152,13 @@ def declarations(cls: type[Any]) -> Mapping[str, Declaration]:
     for base in reversed(cls.__mro__):
         own = vars(base).get("__dataclass_fields__", {})
         for name in inspect.get_annotations(base):
-            if name in own:
-                found[name] = _declaration(own[name], found.get(name, Declaration()))
+            if name not in own:
+                continue
+            text, choices = own[name].metadata.get("help"), own[name].metadata.get("choices")
+            found[name] = text.declaration if isinstance(text, _Help) else found.get(name, Declaration())
+            if not isinstance(text, _Help) and choices is not None:
+                found[name] = dataclasses.replace(found[name], choices=tuple(choices))
     return found
-
-
-def _declaration(field: dataclasses.Field[Any], inherited: Declaration) -> Declaration:
-    text = field.metadata.get("help")
-    if isinstance(text, _Help):
-        return text.declaration
-    choices = field.metadata.get("choices")
-    return inherited if choices is None else dataclasses.replace(inherited, choices=tuple(choices))
 
 
 def field_map(cls: Any) -> dict[str, dataclasses.Field[Any]]:

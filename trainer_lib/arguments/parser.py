@@ -311,19 +311,14 @@ def _kinds(hint: Any) -> list[Any]:
     return [hint]
 
 
-def _choices(declared: Declaration, hint: Any) -> list[str]:
+def _help(field: dataclasses.Field[Any], hint: Any, declared: Declaration, default: Any) -> str:
+    parts = [str(field.metadata.get("help") or "")]
     choices = [str(choice) for choice in declared.choices or ()]
     for kind in _kinds(hint):
         if isinstance(kind, type) and issubclass(kind, Enum):
             choices += [str(member.value) for member in kind]
         elif typing.get_origin(kind) is typing.Literal:
             choices += [str(option) for option in typing.get_args(kind)]
-    return choices
-
-
-def _help(field: dataclasses.Field[Any], hint: Any, declared: Declaration, default: Any) -> str:
-    parts = [str(field.metadata.get("help") or "")]
-    choices = _choices(declared, hint)
     if choices:
         parts.append("One of: " + ", ".join(choices) + ".")
     notes = [f"unit: {declared.unit}"] if declared.unit else []

@@ -112,7 +112,10 @@ class EvaluationLoop:
         """The outputs of one batch as a tree of tensors ``[batch, …]``; adds its loss to the sum."""
         hooks = self._hooks
         items, samples = hooks.internals.forward.target_items(batch, given), count_samples(batch, given) or 0
-        inputs = _read_main_input(model, batch) if "inputs" in self._include else None
+        inputs = None
+        if "inputs" in self._include and isinstance(batch, MAPPINGS):
+            name = getattr(model, "main_input_name", "input_ids")
+            inputs = nested.detach(batch.get(name, next(iter(batch.values()), None)))
         loss, logits, labels = hooks.trainer.prediction_step(
             model, batch, self._loss_only, ignore_keys=self._ignore_keys
         )
@@ -153,15 +156,14 @@ class EvaluationLoop:
                 # From other ranks they come as arrays.
                 tensors = tree if self._objects else nested.to_tensors(tree)
                 self._batch_metrics.add(tensors, last=last and number == len(rounds) - 1)
-            if self._spools:
-                self._keep(tree)
-
-    def _keep(self, tree: Any) -> None:
-        """Append a batch to the spool. Lists, such as a detector's labels, may be shorter in the last batch."""
-        if not self._hooks.trainer.args.eval_do_concat_batches and not self._spool.num_batches and _has_lists(tree):
-            self._spool.close()
-            self._spool = ObjectSpool(self._hooks.spool_folder())
-        self._spool.append(tree)
+            if not self._spools:
+                continue
+            joins = self._hooks.trainer.args.eval_do_concat_batches
+            # Lists, such as a detector's labels, may be shorter in the last batch.
+            if not joins and not self._spool.num_batches and _has_lists(tree):
+                self._spool.close()
+                self._spool = ObjectSpool(self._hooks.spool_folder())
+            self._spool.append(tree)
 
     def _finish(self, prefix: str) -> EvalLoopOutput:
         comm, trainer = self._comm, self._hooks.trainer
@@ -195,13 +197,6 @@ class EvaluationLoop:
             # A loss that compute_metrics returned wins.
             named.setdefault(f"{prefix}_loss", loss_sum / items)
         return EvalLoopOutput(predictions, labels, parse_metrics(named), int(samples))
-
-
-def _read_main_input(model: torch.nn.Module, batch: Any) -> Any:
-    name = getattr(model, "main_input_name", "input_ids")
-    if isinstance(batch, MAPPINGS):
-        return nested.detach(batch.get(name, next(iter(batch.values()), None)))
-    return None
 
 
 def _has_lists(tree: Any) -> bool:

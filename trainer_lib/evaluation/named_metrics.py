@@ -93,7 +93,10 @@ class CalledMetric:
         if is_metric_object(target):
             self._measure = self._of_states(self._make(target))
         elif callable(getattr(target, "compute", None)):
-            self._measure = self._of_computing(target() if isinstance(target, type) else target)
+            metric = target() if isinstance(target, type) else target
+            self._check_arguments(metric.compute, {"predictions", "references"})
+            arguments = call.arguments
+            self._measure = lambda given, labels: metric.compute(predictions=given, references=labels, **arguments)
         elif callable(target) and not isinstance(target, type):
             self._measure = self._of_function(target)
         else:
@@ -168,10 +171,6 @@ class CalledMetric:
             return compute_and_reset(metric)
 
         return measure
-
-    def _of_computing(self, metric: Any) -> Callable[[Any, Any], Any]:
-        self._check_arguments(metric.compute, {"predictions", "references"})
-        return lambda given, labels: metric.compute(predictions=given, references=labels, **self._call.arguments)
 
     def _of_function(self, function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
         names = _parameters(function)
@@ -279,7 +278,11 @@ class NamedMetrics:
         self, p: EvalPrediction, call: Callable[[CalledMetric, Outputs], Mapping[str, float]]
     ) -> dict[str, Any]:
         outputs = _read_outputs(self._names, p.predictions, p.label_ids)
-        values = _measure_named(self._names, outputs)
+        values: dict[str, float] = {}
+        if self._names and outputs.scores is not None:
+            values = _of_classes(self._names, outputs.scores, outputs.labels)
+        elif self._names:
+            values = _of_numbers(self._names, np.asarray(outputs.numbers), outputs.labels)
         measured: dict[str, Any] = {call.result: values[call.name] for call in self._named if call.name in values}
         for metric in self._called:
             measured |= call(metric, outputs)
@@ -304,14 +307,6 @@ def _read_outputs(names: Sequence[str], predictions: Any, labels: Any) -> Output
         return Outputs(truth.reshape(-1).astype(np.float64), numbers=outputs.reshape(-1).astype(np.float64))
     what = f"Metrics by name are neither scores of classes nor one number a row: {shapes}."
     raise ConfigError(what, field=FIELD, remedy="Write compute_metrics in the recipe.")
-
-
-def _measure_named(names: Sequence[str], outputs: Outputs) -> dict[str, float]:
-    if not names:
-        return {}
-    if outputs.scores is not None:
-        return _of_classes(names, outputs.scores, outputs.labels)
-    return _of_numbers(names, np.asarray(outputs.numbers), outputs.labels)
 
 
 def measure_slices(

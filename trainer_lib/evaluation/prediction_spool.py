@@ -197,13 +197,9 @@ def _join(batches: list[Any]) -> Any:
         return tuple(_join([batch[place] for batch in batches]) for place in range(len(first)))
     if isinstance(first, list):
         return [part for batch in batches for part in batch]
-    if isinstance(first, np.ndarray):
-        return _concatenate(batches)
-    return None if first is None else batches
-
-
-def _concatenate(arrays: list[Any]) -> Any:
-    arrays = [np.atleast_1d(array) for array in arrays]
+    if not isinstance(first, np.ndarray):
+        return None if first is None else batches
+    arrays = [np.atleast_1d(array) for array in batches]
     widths = {array.shape[1:] for array in arrays}
     if len({len(width) for width in widths}) > 1:  # no common shape: a list of arrays, one per batch
         return arrays
