@@ -84,6 +84,14 @@ def newest_common(root: Store, comm: Communicator, *, skip: Collection[str] = ()
     return root.child(checkpoint_name(max(common))).url if common else None
 
 
+def _bytes_of(leaf: Any) -> bytes:
+    """The bytes of a tensor ``[...]``, a text or a number; empty for other objects, whose texts may be addresses."""
+    if isinstance(leaf, torch.Tensor):
+        values = leaf.detach().cpu().contiguous()
+        return f"{values.dtype}{list(values.shape)}".encode() + values.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return repr(leaf).encode() if isinstance(leaf, str | int | float) else b""
+
+
 T = TypeVar("T")
 
 
@@ -136,16 +144,7 @@ class World:
         if not self.mesh.shares_samples:
             return
         digest = hashlib.sha256()
-
-        def add(leaf: Any) -> None:
-            if isinstance(leaf, torch.Tensor):
-                values = leaf.detach().cpu().contiguous()
-                digest.update(f"{values.dtype}{list(values.shape)}".encode())
-                digest.update(values.reshape(-1).view(torch.uint8).numpy().tobytes())
-            elif isinstance(leaf, str | int | float):  # the texts of other objects may be addresses
-                digest.update(repr(leaf).encode())
-
-        nested.map_tree(add, batches)
+        nested.map_tree(lambda leaf: digest.update(_bytes_of(leaf)), batches)
         digests = self.comm.broadcast_json(self.comm.gather_json(digest.hexdigest()))
         for rank, own in enumerate(digests):
             first = rank - rank % distributed.sharers(self.comm)
