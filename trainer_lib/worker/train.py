@@ -188,8 +188,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
         Preempted: stopped by SIGTERM or a notice of preemption, at a step that is saved.
         TrainflowError: the Trainer or the recipe raised it.
     """
-    request = work.request
-    output = Store.open(request.output, field="storage")
+    request, output = work.request, Store.open(work.request.output, field="storage")
     args = arguments(work, "train", output.child(CHECKPOINTS).url)
     prepared = to_record(request.data)
     data, train_set = DataInfo(prepared), ArrowSplit(prepared, request.train_split)
@@ -213,6 +212,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
         for name, entries in ((HISTORY, trainer.state.log_history), (LOSSES, thin_losses(events.unlogged))):
             output.write_bytes(name, json.dumps(entries).encode())
         device, precision = _device(trainer)
+        mfu = utilization(events.flops, events.trained_s, devices=work.world_size, device=device, precision=precision)
         result = TrainResult(
             files=tuple(_exported(work, output, args, model)),
             metrics={name: value for name, value in trained.metrics.items() if isinstance(value, int | float)},
@@ -226,9 +226,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             device=device,
             micro_batch=trainer.state.train_batch_size,
             mixture=tuple(changes.made),
-            mfu=utilization(
-                events.flops, events.trained_s, devices=work.world_size, device=device, precision=precision
-            ),
+            mfu=mfu,
         )
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
