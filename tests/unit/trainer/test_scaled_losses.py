@@ -167,8 +167,6 @@ def test_a_step_whose_items_are_not_known_is_the_mean_of_its_micro_batches() -> 
 
 
 # -- batches without a tensor ------------------------------------------------------------------------------------------
-
-
 def test_a_batch_whose_samples_nothing_tells_is_refused(tmp_path: Path) -> None:
     class Bag:
         """A batch of the user's own, without a length."""
@@ -229,5 +227,4 @@ def test_a_model_that_ignores_the_count_is_accumulated_rightly_without_being_tol
         one = case.pattern(Make(lib, tmp_path / str(len(losses))))
         one.train()
         losses.append([entry["loss"] for entry in one.state.log_history if "loss" in entry])
-    assert losses[1] == pytest.approx(losses[0], rel=2e-6)
-    assert losses[2][0] == pytest.approx(2 * losses[0][0])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6) and losses[2][0] == pytest.approx(2 * losses[0][0])

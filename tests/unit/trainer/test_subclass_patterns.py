@@ -23,8 +23,6 @@ PATTERNS = Table()
 
 
 # -------------------------------------------------------------------------------------------------------------- losses
-
-
 @PATTERNS.of(class_weights=[1.0, 2.0, 5.0], **EVALUATES)
 class ClassWeights(Either):
     takes = ("class_weights",)
@@ -111,8 +109,6 @@ class AdversarialStep(Either):
 
 
 # ---------------------------------------------------------------------------------------------- optimizers, schedules
-
-
 @PATTERNS.of(max_steps=4)
 class TwoGroupsFromTheClasssOwnSettings(Either):
     def create_optimizer(self, model: Any = None) -> Any:
@@ -428,8 +424,7 @@ def test_older_signatures_of_loading_and_saving_are_served(tmp_path: Path) -> No
         def _save_checkpoint(self, model: Any, trial: Any, metrics: Any = None) -> None:  # type: ignore[override]
             super()._save_checkpoint(model, trial, metrics=metrics)
 
-    assert _resumed(Make(trainer_lib, tmp_path), Mine).state.global_step == 4
-    assert (tmp_path / "checkpoint-4").is_dir()
+    assert _resumed(Make(trainer_lib, tmp_path), Mine).state.global_step == 4 and (tmp_path / "checkpoint-4").is_dir()
 
 
 def test_a_loop_that_replaces_ours_and_an_epoch_of_another_length_are_refused(tmp_path: Path) -> None:

@@ -23,15 +23,9 @@ PATTERNS = Table()
 @PATTERNS.of(max_steps=6, **EVALUATES)
 class PlainLoaders(Either):
     def get_train_dataloader(self) -> Any:
-        return DataLoader(
-            self.train_dataset,
-            batch_size=self.args.train_batch_size,
-            sampler=SequentialSampler(self.train_dataset),
-            collate_fn=self.data_collator,
-            drop_last=self.args.dataloader_drop_last,
-            num_workers=self.args.dataloader_num_workers,
-            pin_memory=False,
-        )
+        given: dict[str, Any] = {"collate_fn": self.data_collator, "drop_last": self.args.dataloader_drop_last}
+        given |= {"num_workers": self.args.dataloader_num_workers, "batch_size": self.args.train_batch_size}
+        return DataLoader(self.train_dataset, sampler=SequentialSampler(self.train_dataset), **given)
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
         rows = eval_dataset if eval_dataset is not None else self.eval_dataset
@@ -492,9 +486,7 @@ class Seven(Reporting):
 
 
 @pytest.mark.parametrize(("cls", "count"), [(Five, 5), (Six, 6), (Seven, 7)])
-def test_a_report_of_every_age_logs_what_the_newest_logs_and_can_call_the_original(
-    cls: Any, count: int, tmp_path: Path
-) -> None:
+def test_a_report_of_every_age_logs_as_the_newest_and_calls_the_original(cls: Any, count: int, tmp_path: Path) -> None:
     class Calling(Either):
         def _maybe_log_save_evaluate(self, *args: Any, **_: Any) -> None:
             super()._maybe_log_save_evaluate(*(args[:1] + args[2:6] if count == 5 else args[:count]))
