@@ -27,7 +27,7 @@ from tests.support.named_recipes import (
 )
 from trainer_lib import load_model
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.feedback_optimization import feedback_losses, measure_feedback
+from trainer_lib.recipes.feedback_optimization import _read_mark, feedback_losses, measure_feedback
 from trainer_lib.recipes.preference_optimization import preference_losses
 from trainer_lib.recipes.reward_modeling import reward_losses
 from trainer_lib.recipes.texts.answers import log_probabilities
@@ -201,6 +201,10 @@ def test_the_area_counts_ties_as_half_and_takes_the_better_rule_of_lengths() -> 
     assert (measured["auc"], measured["reference_auc"], measured["length_auc"]) == (3.5 / 4, 0.25, 1.0)
     assert (measured["good_reward"], measured["bad_reward"], measured["divergence"]) == (1.5, 0.5, 0)
     assert measure_feedback(rewards, np.ones(4), known)["auc"] == 0.5
+
+
+def test_marks_may_be_whole_numbers_that_pandas_wrote() -> None:
+    assert [_read_mark(mark, "row 0") for mark in (True, "FALSE", 1, "0", 1.0, "0.0")] == [1, 0, 1, 0, 1, 0]
 
 
 def test_the_divergence_is_that_of_all_rows_of_the_step_by_other_answers(marks: Prepared, tmp_path: Path) -> None:
