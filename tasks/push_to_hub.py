@@ -19,10 +19,10 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import CodeError, ConfigError
-from trainer_lib.hub.base import Content, Published, Source
+from trainer_lib.hub.base import Content, Published, Source, parse_target
 from trainer_lib.hub.card import merge_card, render_card, tidy_metrics
+from trainer_lib.hub.folder import open_hub
 from trainer_lib.hub.huggingface import download_snapshot
-from trainer_lib.hub.transport import open_hub, parse_target
 from trainer_lib.model_folder.description import FILE, read_description
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.lineage import PROVENANCE_FILE, Lineage
@@ -56,7 +56,7 @@ from trainflow.tasks.stage.task import stage_task
 from trainflow.tasks.stage.worker import launch_request
 
 if TYPE_CHECKING:
-    from trainer_lib.hub.transport import Hub
+    from trainer_lib.hub.folder import Hub
 
 STAGE = "push-to-hub"
 CARD = "README.md"

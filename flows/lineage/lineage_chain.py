@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
+from trainer_lib.hub.base import SCHEME, parse_target
 from trainer_lib.hub.folder import REVISIONS, FolderHub
 from trainer_lib.hub.huggingface import RECORD, download_snapshot
-from trainer_lib.hub.transport import SCHEME, parse_target
 from trainer_lib.model_folder.lineage import FILE, Lineage, StageLink, read_lineage_file
 from trainer_lib.model_folder.locate import find_model, open_link
 from trainer_lib.storage import Store

@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
-from trainer_lib.hub.transport import SCHEME, parse_target
+from trainer_lib.hub.base import SCHEME, parse_target
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.storage.urls import checked_address

@@ -138,7 +138,7 @@ def _check_signatures(resolver: Resolver, recipe: str, root: str | None, field: 
 
 
 def _check_storage(spec: PipelineSpec) -> None:
-    from trainer_lib.hub.transport import parse_target
+    from trainer_lib.hub.base import parse_target
     from trainer_lib.storage import Store
     from trainer_lib.storage.urls import checked_address
 

@@ -27,7 +27,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.benchmarks import FIELD as FIELD_OF_BENCHMARKS
 from trainer_lib.evaluation.benchmarks import is_task_file, read_task_files
-from trainer_lib.hub.transport import parse_target
+from trainer_lib.hub.base import parse_target
 from trainflow.tasks.code.reach import ORDER, SOURCE, Place, Reach
 from trainflow.tasks.configs import (
     EvaluateConfig,

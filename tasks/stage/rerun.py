@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
-from trainer_lib.hub.transport import open_hub
+from trainer_lib.hub.folder import open_hub
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit
 from trainflow.tasks.configs import MaxAge, PublishConfig

@@ -15,7 +15,7 @@ from tests.support.hub_server import Blob, HubServer, ImpatientTime
 from tests.support.publishing import publish
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.hub.base import Content, Published, Source
-from trainer_lib.hub.transport import open_hub
+from trainer_lib.hub.folder import open_hub
 from trainer_lib.storage import Store
 
 # huggingface_hub hands file objects to its HTTP client in a way the client deprecates.

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from trainer_lib.hub.base import Content, Published, Source
-from trainer_lib.hub.transport import open_hub
+from trainer_lib.hub.folder import open_hub
 from trainer_lib.storage import Store
 
 

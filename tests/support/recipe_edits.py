@@ -17,7 +17,7 @@ from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 from trainer_lib.hub.base import Content
-from trainer_lib.hub.transport import open_hub
+from trainer_lib.hub.folder import open_hub
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.code.reach import Code, Reach

@@ -1,4 +1,4 @@
-"""A folder on any store as an offline hub.
+"""A folder on any store as an offline hub, and the hub at an address (`open_hub`).
 
     <target>/README.md  NEWEST    for people: the newest card, which they may edit, and the path of its revision
     <target>/revisions/<00001>-<content digest[:16]>/{README.md, model.safetensors, …, COMMIT.json}
@@ -12,14 +12,17 @@ COMMIT.json.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from trainer_lib.errors import DamagedError, StorageError
-from trainer_lib.hub.base import Content, Published
+from trainer_lib.hub.base import Content, Published, parse_target
 from trainer_lib.hub.card import choose_card, insert_section, move_pictures
 from trainer_lib.locks.lease import acquire_lease
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, Commit, read_commit, verify_files, withdraw_folder, write_commit
+
+if TYPE_CHECKING:
+    from trainer_lib.hub.huggingface import HuggingFaceHub
 
 REVISIONS = "revisions"
 CARD = "README.md"
@@ -180,3 +183,16 @@ def _verify_copies(content: Content, entries: list[FileEntry], store: Store) -> 
             what = f"{entry.path} differs from what its stage committed ({sizes})."
             field = content.files[entry.path].store.url
             raise DamagedError(what, field=field, remedy="Run the stage that it comes from again.")
+
+
+Hub: TypeAlias = "FolderHub | HuggingFaceHub"
+
+
+def open_hub(to: str, *, revision: str | None = None, private: bool | None = None) -> Hub:
+    """Open the hub at an address, without contacting it. `private` applies to a repository that has to be created."""
+    target = parse_target(to, revision=revision)
+    if target.repo is None:
+        return FolderHub(target.url, branch=target.revision)
+    from trainer_lib.hub.huggingface import HuggingFaceHub  # loads the Hub's client
+
+    return HuggingFaceHub(target.repo, branch=target.revision, private=private)

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from trainer_lib.base.json_text import read_json
+from trainer_lib.base.json_text import parse_record
 from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError, TrainflowError, first_line
 from trainer_lib.hub.base import Content, Published, Source
 from trainer_lib.storage import FileEntry
@@ -90,21 +90,18 @@ class HuggingFaceHub:
             except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
             entries = self._read_record(api, head)
-            url = f"{api.endpoint.rstrip('/')}/{self.repo}/tree/{head}"
-        return Published(self.target, url, head, content_digest(entries), False, tuple(entries)) if entries else None
+            return self._describe_result(api, head, entries, created=False) if entries else None
 
     def read_card(self) -> str | None:
         """The card at the head of the branch; None without repository, branch or card."""
-        from huggingface_hub.errors import RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError
+        from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
-        with self.errors_translated(), tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        with self.errors_translated():
             try:
-                path = _open_api(self._token).hf_hub_download(
-                    self.repo, CARD, revision=self.branch, local_dir=folder, repo_type="model"
-                )
-            except (RemoteEntryNotFoundError, RepositoryNotFoundError, RevisionNotFoundError):
+                card = self._download(_open_api(self._token), CARD, self.branch)
+            except (RepositoryNotFoundError, RevisionNotFoundError):
                 return None
-            return Path(path).read_text(encoding="utf-8", errors="replace")
+        return None if card is None else card.decode(errors="replace")
 
     def publish(self, content: Content, *, message: str) -> Published:
         """Commit the files that differ from the head of the branch, if any."""
@@ -115,7 +112,7 @@ class HuggingFaceHub:
             changed = _list_changed(tree, content)
             stale = self._list_stale_paths(api, head, content, tree)
             if not changed and not stale:
-                return self._describe_result(api, head, content, created=False)
+                return self._describe_result(api, head, content.entries(), created=False)
             with tempfile.TemporaryDirectory(prefix="trainflow-") as staging:
                 operations = self._plan_operations(api, content, changed, stale, Path(staging))
                 commit = api.create_commit(
@@ -129,7 +126,7 @@ class HuggingFaceHub:
                 )
             made = str(commit.oid)
             self._verify_commit(api, made, content)
-            return self._describe_result(api, made, content, created=True)
+            return self._describe_result(api, made, content.entries(), created=True)
 
     def create(self) -> str:
         """Create the repository unless it exists; return its full name. Without an owner, the token's owner is used."""
@@ -161,20 +158,21 @@ class HuggingFaceHub:
 
     def _read_record(self, api: HfApi, revision: str) -> list[FileEntry]:
         """The files that the record of a commit names; none without a valid one."""
-        from huggingface_hub.errors import EntryNotFoundError
+        files = parse_record(self._download(api, RECORD, revision)).get("files")
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            return [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in files or ()]
+        return []
+
+    def _download(self, api: HfApi, name: str, revision: str) -> bytes | None:
+        """The content of a small file; None where there is none, or a large one: a repository may be anyone's."""
+        from huggingface_hub.errors import RemoteEntryNotFoundError
 
         with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
             try:
-                path = api.hf_hub_download(self.repo, RECORD, revision=revision, local_dir=folder, repo_type="model")
-            except EntryNotFoundError:
-                return []
-            # A repository may come from anywhere.
-            if Path(path).stat().st_size > MAX_RECORD_BYTES:
-                return []
-            with contextlib.suppress(ValueError, KeyError, TypeError):
-                files = read_json(Path(path), dict)["files"]
-                return [FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"])) for file in files]
-        return []
+                path = api.hf_hub_download(self.repo, name, revision=revision, local_dir=folder, repo_type="model")
+            except RemoteEntryNotFoundError:
+                return None
+            return Path(path).read_bytes() if Path(path).stat().st_size <= MAX_RECORD_BYTES else None
 
     def _list_stale_paths(self, api: HfApi, head: str, content: Content, tree: dict[str, RepoFile]) -> list[str]:
         if RECORD not in tree:
@@ -227,9 +225,9 @@ class HuggingFaceHub:
             remedy = "Run the stage that they come from again, then publish again."
             raise DamagedError(what, field=self.target, remedy=remedy)
 
-    def _describe_result(self, api: HfApi, commit: str, content: Content, *, created: bool) -> Published:
+    def _describe_result(self, api: HfApi, commit: str, files: list[FileEntry], *, created: bool) -> Published:
         url = f"{api.endpoint.rstrip('/')}/{self.repo}/tree/{commit}"
-        return Published(self.target, url, commit, content.digest, created, tuple(content.entries()))
+        return Published(self.target, url, commit, content_digest(files), created, tuple(files))
 
     @contextlib.contextmanager
     def errors_translated(self) -> Iterator[None]:

@@ -32,10 +32,9 @@ from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
-from trainer_lib.hub.base import Content, Source
+from trainer_lib.hub.base import SCHEME, Content, Source
 from trainer_lib.hub.card import Card, parse_card_head, render_card, tidy_metrics
 from trainer_lib.hub.folder import FolderHub
-from trainer_lib.hub.transport import SCHEME
 from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry, Store

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
+from trainer_lib.hub.base import parse_target
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.hub.huggingface import download_snapshot
-from trainer_lib.hub.transport import parse_target
 from trainer_lib.model_folder.description import FILE, LIMIT, SOURCE, ModelDescription, Places, read_description
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit

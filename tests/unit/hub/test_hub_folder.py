@@ -10,8 +10,7 @@ import pytest
 from tests.support.publishing import digits_content, publish
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.hub.base import Published
-from trainer_lib.hub.folder import FolderHub
-from trainer_lib.hub.transport import open_hub
+from trainer_lib.hub.folder import FolderHub, open_hub
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit, verify_files
 
