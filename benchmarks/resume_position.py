@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from benchmarks._result import arguments, publish, spread
 from trainer_lib import default_data_collator
 from trainer_lib.data.loading.iterable import IterableLoader
-from trainer_lib.data.loading.loader import LoaderOptions, TrainLoader
+from trainer_lib.data.loading.loader import TrainLoader
 from trainer_lib.data.loading.order import BatchPlan, LengthGroupedOrder, Order, RandomOrder, SequentialOrder
 
 BATCH = 10
@@ -61,9 +61,7 @@ def first_batch(count: int, order: Callable[[], Order], position: int) -> float:
     """Return the seconds from nothing to the first batch at a position."""
     started = time.perf_counter()
     plan = BatchPlan.cut(count, global_batch=BATCH, micro_batch=BATCH, data_parallel_size=1, rank=0, drop_last=False)
-    loader = TrainLoader(
-        Rows(count), order=order(), plan=plan, collate=default_data_collator, seed=0, options=LoaderOptions()
-    )
+    loader = TrainLoader(Rows(count), order=order(), plan=plan, collate=default_data_collator, seed=0, options={})
     micro = next(loader.micros(1, position // BATCH))
     seconds = time.perf_counter() - started
     assert micro.real
@@ -91,7 +89,7 @@ def stream_first_batch(batches: int) -> float:
         collate=default_data_collator,
         seed=0,
         drop_last=False,
-        options=LoaderOptions(),
+        options={},
     )
     next(loader.micros(1, batches))
     return time.perf_counter() - started

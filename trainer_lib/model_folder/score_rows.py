@@ -424,7 +424,7 @@ class SeriesReader(RowReader):
         values = series.values[end - info["context"] : end + len(times)].astype(np.float32)
         row: dict[str, Any] = {"time": times[0]} | ({"series": series.name} if series.name else {})
         row |= window_columns(values, info["context"], info["targets"], list(info["known"]))
-        return Row(series.name or 0, row, self._file, number, None)
+        return Row(series.name or 0, row, f"{self._file.address}, row {number}")
 
 
 def read_series(request: ScoreRequest, info: Mapping[str, Any]) -> SeriesReader | None:

@@ -15,7 +15,7 @@ from trainer_lib.data.loading.fetch import is_pure_collator
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.generators import keep_generators
 from trainer_lib.data.loading.iterable import IterableLoader
-from trainer_lib.data.loading.loader import EvalLoader, LoaderOptions, TrainLoader, TrainSource, has_length
+from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, TrainSource, has_length
 from trainer_lib.data.loading.mixture_order import MixtureOrder
 from trainer_lib.data.loading.order import (
     BatchPlan,
@@ -254,16 +254,19 @@ class Loaders:
             keeps_start=args.loss_spike_sigma is not None,
         )
 
-    def _options(self, *, training: bool = True) -> LoaderOptions:
+    def _options(self, *, training: bool = True) -> dict[str, Any]:
+        """The settings of torch's DataLoader; most need workers."""
         args = self._trainer.args
-        return LoaderOptions(
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory and self._internals.world.device.type == "cuda",
-            persistent_workers=args.dataloader_persistent_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
-            in_order=args.dataloader_in_order or not training,  # predictions are matched to samples by position
-        )
+        pins = args.dataloader_pin_memory and self._internals.world.device.type == "cuda"
+        options: dict[str, Any] = {"num_workers": args.dataloader_num_workers, "pin_memory": pins}
+        if args.dataloader_num_workers > 0:
+            options |= {
+                "persistent_workers": args.dataloader_persistent_workers,
+                "prefetch_factor": args.dataloader_prefetch_factor,
+                "multiprocessing_context": args.dataloader_multiprocessing_context,
+                "in_order": args.dataloader_in_order or not training,  # predictions are matched to samples by position
+            }
+        return options
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -7,9 +7,10 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from torch.utils.data import Subset
 
 from trainer_lib.base.records import to_record
-from trainer_lib.data.rows.given_rows import Reordered, in_order, longest_first, require_column
+from trainer_lib.data.rows.given_rows import in_order, longest_first, require_column
 from trainer_lib.data.rows.parts import RangedParts, split_parts
 from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.shards import ArrowSplit
@@ -89,7 +90,7 @@ def _stream(
     if order is None:
         yield from stream_predictions(trainer, split, start=start, stop=stop)
         return
-    sorted_rows = Reordered(split, [start + place for place in order])
+    sorted_rows: Any = Subset(split, [start + place for place in order])  # type: ignore[arg-type] # read like a Dataset
     for rows, outputs in stream_predictions(trainer, sorted_rows, start=0, stop=stop - start):
         yield rows + start, outputs
 

@@ -20,7 +20,7 @@ from trainer_lib.data.loading.fetch import is_pure
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.items import count_samples
 from trainer_lib.data.loading.iterable import IterableLoader
-from trainer_lib.data.loading.loader import EvalLoader, LoaderOptions, TrainLoader
+from trainer_lib.data.loading.loader import EvalLoader, TrainLoader
 from trainer_lib.data.loading.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
 
@@ -52,7 +52,7 @@ def train_loader(
 ) -> TrainLoader:
     given: dict[str, Any] = {"global_batch": batch, "micro_batch": micro, "data_parallel_size": world, "rank": rank}
     plan, order = BatchPlan.cut(len(dataset), drop_last=False, **given), RandomOrder(len(dataset), seed=5)
-    given = {"collate": collate or default_data_collator, "options": LoaderOptions(num_workers=workers)}
+    given = {"collate": collate or default_data_collator, "options": {"num_workers": workers}}
     return TrainLoader(dataset, order=order, plan=plan, seed=1, **given)
 
 
@@ -212,7 +212,7 @@ def test_evaluation_rows_are_shared_out_in_order_and_none_twice(count: int, batc
 
 # ------------------------------------------------------------------------------------------------------------ streams
 def eval_loader(dataset: Any, *, batch: int = 1, world: int = 1, rank: int = 0) -> EvalLoader:
-    given: dict[str, Any] = {"data_parallel_size": world, "rank": rank, "options": LoaderOptions()}
+    given: dict[str, Any] = {"data_parallel_size": world, "rank": rank, "options": {}}
     return EvalLoader(dataset, batch_size=batch, collate=default_data_collator, seed=0, **given)
 
 
@@ -240,7 +240,7 @@ def iterable(
     stream: Any, *, world: int = 1, rank: int = 0, workers: int = 0, drop_last: bool = False
 ) -> IterableLoader:
     given: dict[str, Any] = {"global_batch": 4, "micro_batch": 2, "data_parallel_size": world, "rank": rank}
-    given |= {"collate": default_data_collator, "drop_last": drop_last, "options": LoaderOptions(num_workers=workers)}
+    given |= {"collate": default_data_collator, "drop_last": drop_last, "options": {"num_workers": workers}}
     return IterableLoader(stream, seed=3, **given)
 
 

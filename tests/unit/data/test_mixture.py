@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainer_lib import Trainer, TrainingArguments
-from trainer_lib.data.loading.loader import LoaderOptions, TrainLoader
+from trainer_lib.data.loading.loader import TrainLoader
 from trainer_lib.data.loading.mixture_order import BLOCK, MixtureOrder
 from trainer_lib.data.loading.order import BatchPlan, RandomOrder
 from trainer_lib.data.rows.mixture import INFO, Mixture, Piece, count_sources, merge_weights
@@ -147,7 +147,7 @@ def test_a_mixture_is_not_sorted_by_length_and_may_keep_the_order_of_its_sources
 def loader_of(order: MixtureOrder, workers: int = 0) -> TrainLoader:
     given: dict[str, Any] = {"global_batch": 8, "micro_batch": 4, "drop_last": False}
     plan = BatchPlan.cut(order.num_samples, data_parallel_size=1, rank=0, **given)
-    options = LoaderOptions(num_workers=workers, prefetch_factor=4 if workers else None)
+    options = {"num_workers": workers, "prefetch_factor": 4 if workers else None}
     return TrainLoader(list(range(220)), order=order, plan=plan, collate=list, seed=1, options=options)
 
 

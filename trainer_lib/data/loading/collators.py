@@ -147,7 +147,7 @@ def _stack(name: str, values: list[Any]) -> torch.Tensor:
 
 
 @dataclass
-class DataCollatorWithPadding:
+class DataCollatorWithPadding(DataCollatorMixin):
     """Pads inputs to the longest sample of the batch, or as `padding` says, with the tokenizer's `pad`."""
 
     tokenizer: Pads
@@ -156,17 +156,18 @@ class DataCollatorWithPadding:
     pad_to_multiple_of: int | None = None
     return_tensors: str = "pt"
 
-    def __call__(self, features: list[dict[str, Any]]) -> dict[str, Any]:
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
         """The batch: tensors ``[batch, sequence]``; ``label`` or ``label_ids`` becomes ``labels`` ``[batch, …]``."""
         batch = _pad(self, features)
         for name in ("label", "label_ids"):
             if name in batch:
                 batch["labels"] = batch.pop(name)
-        return returned_as(batch, self.return_tensors)
+        return batch
 
 
 @dataclass
-class DataCollatorForSeq2Seq:
+class DataCollatorForSeq2Seq(DataCollatorMixin):
     """Pads inputs with the tokenizer, and labels with -100 on the tokenizer's padding side.
 
     A `model` with ``prepare_decoder_input_ids_from_labels`` also adds ``decoder_input_ids``.
@@ -180,7 +181,8 @@ class DataCollatorForSeq2Seq:
     label_pad_token_id: int = IGNORED
     return_tensors: str = "pt"
 
-    def __call__(self, features: list[dict[str, Any]], return_tensors: str | None = None) -> dict[str, Any]:
+    @override
+    def torch_call(self, features: list[Any]) -> dict[str, Any]:
         """The batch: inputs ``[batch, sequence]``, ``labels`` and ``decoder_input_ids`` ``[batch, targets]``."""
         label_name = "label" if "label" in features[0] else "labels"
         labels = [row[label_name] for row in features] if features[0].get(label_name) is not None else None
@@ -190,7 +192,7 @@ class DataCollatorForSeq2Seq:
             make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
             if make is not None:
                 batch["decoder_input_ids"] = make(labels=batch["labels"])
-        return returned_as(batch, return_tensors or self.return_tensors)
+        return batch
 
     def _pad_labels(self, labels: list[Sequence[int]]) -> torch.Tensor:
         longest = max(len(row) for row in labels)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer_lib.data.loading.collators import seeds_of_samples
 from trainer_lib.data.loading.generators import keep_generators, seed_generators
-from trainer_lib.data.loading.loader import LoaderOptions, Micro, end_workers, has_length, refuse_change
+from trainer_lib.data.loading.loader import Micro, end_workers, has_length, refuse_change
 from trainer_lib.data.loading.order import derive, sample_seeds
 from trainer_lib.errors import ConfigError
 
@@ -147,7 +147,7 @@ class IterableLoader(DataLoader[Any]):
         collate: Callable[[list[Any]], Any],
         seed: int,
         drop_last: bool,
-        options: LoaderOptions,
+        options: Mapping[str, Any],
         dummy_batches: bool = True,
     ) -> None:
         self.shares = Shares(
@@ -176,10 +176,10 @@ class IterableLoader(DataLoader[Any]):
             self.micros_per_epoch = self.steps_per_epoch * self._accumulation if drop_last else -(-count // unit)
         self._restored: dict[str, Any] | None = None
         # Persistent workers keep their copy of `shares`: they read the position from shared memory.
-        if options.num_workers > 0 and options.persistent_workers:
+        if options.get("num_workers") and options.get("persistent_workers"):
             self.shares.outside = torch.zeros(2, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         # A generator of its own: torch's loader would draw from the global one.
-        settings = {"batch_size": None, "generator": torch.Generator().manual_seed(0), **options.keywords()}
+        settings = {"batch_size": None, "generator": torch.Generator().manual_seed(0), **options}
         self._reader: DataLoader[_Part] = DataLoader(self.shares, **settings)
         # To its users it is a loader of their own stream with their own collator.
         super().__init__(dataset, collate_fn=collate, **settings)

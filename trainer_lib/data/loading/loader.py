@@ -8,8 +8,7 @@ generators that dropout draws from. Data that draws no random numbers is read wi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence, Sized
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -45,31 +44,6 @@ TrainSource: TypeAlias = "TrainLoader | IterableLoader | ForeignLoader"
 """The source of the training loop's micro-batches. `global_batch` is 0 when it is unknown, `steps_per_epoch`,
 `epoch_samples` (over all ranks) and `micros_per_epoch` (on this rank, dummy batches included) are None. Its state is
 what a checkpoint holds besides epoch and step, as JSON values."""
-
-
-@dataclass
-class LoaderOptions:
-    """Settings of torch's DataLoader, from the arguments."""
-
-    num_workers: int = 0
-    pin_memory: bool = False
-    persistent_workers: bool = False
-    prefetch_factor: int | None = None
-    multiprocessing_context: str | None = None
-    in_order: bool = True
-
-    def keywords(self) -> dict[str, Any]:
-        """The settings as keyword arguments, without those that need workers when there are none."""
-        common: dict[str, Any] = {"num_workers": self.num_workers, "pin_memory": self.pin_memory}
-        if self.num_workers == 0:
-            return common
-        return {
-            **common,
-            "persistent_workers": self.persistent_workers,
-            "prefetch_factor": self.prefetch_factor,
-            "multiprocessing_context": self.multiprocessing_context,
-            "in_order": self.in_order,
-        }
 
 
 def _return_batch(batch: Any) -> Any:
@@ -116,15 +90,16 @@ class _SeededLoader(DataLoader[Any]):
     """A DataLoader that does not draw from torch's global generator.
 
     To its users it is a loader of their own dataset with their own collator; a loader inside reads through `fetch`.
+    `options`: further settings of torch's DataLoader.
     """
 
-    def __init__(self, fetch: Fetch, batch_sampler: Any, options: LoaderOptions) -> None:
+    def __init__(self, fetch: Fetch, batch_sampler: Any, options: Mapping[str, Any]) -> None:
         self._fetch = fetch
         self._keys = batch_sampler
         settings = {
             "batch_sampler": batch_sampler,
             "generator": torch.Generator().manual_seed(0),  # any seed: every sample is seeded anyway
-            **options.keywords(),
+            **options,
         }
         self._reader: DataLoader[Any] = DataLoader(fetch, collate_fn=_return_batch, **settings)
         super().__init__(fetch.dataset, collate_fn=fetch.collate, **settings)
@@ -163,7 +138,7 @@ class TrainLoader(_SeededLoader):
         plan: BatchPlan,
         collate: Callable[[list[Any]], Any],
         seed: int,
-        options: LoaderOptions,
+        options: Mapping[str, Any],
     ) -> None:
         self.plan = plan
         self.order = order
@@ -267,7 +242,7 @@ class EvalLoader(_SeededLoader):
         rank: int,
         collate: Callable[[list[Any]], Any],
         seed: int,
-        options: LoaderOptions,
+        options: Mapping[str, Any],
         rows: tuple[int, int] | None = None,
     ) -> None:
         start, stop = rows or (0, len(dataset))

@@ -274,28 +274,6 @@ def _length(value: Any) -> float:
     return len(value) if hasattr(value, "__len__") else value if isinstance(value, int | float) else 0
 
 
-class Reordered:
-    """Some rows of a dataset in another order.
-
-    Args:
-        dataset: map-style, with rows that are mappings.
-        order: places in the dataset.
-    """
-
-    is_pure = True  # as what `predict` reads
-
-    def __init__(self, dataset: Any, order: Sequence[int]) -> None:
-        self._dataset = dataset
-        self._order = order
-        self.column_names = list(dataset.column_names)
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __getitem__(self, index: int) -> Any:
-        return self._dataset[self._order[index]]
-
-
 def in_order(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
     """Results ``[rows, …]`` by the rows' own order.
 

@@ -7,8 +7,8 @@ Processes pull parts, so their number may change between the runs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import numpy as np
 import orjson
@@ -106,13 +106,7 @@ def _to_json_lines(table: pa.Table) -> bytes:
 
 def read_predictions(store: Store, paths: Sequence[str]) -> pa.Table:
     """The rows of Parquet files, in the order of the files. Raises StorageError or DataError."""
-    tables = []
-    for path in paths:
-        with store.open_read(path) as stream:
-            try:
-                tables.append(pq.read_table(stream))
-            except pa.ArrowInvalid as error:
-                raise DataError("This is not a Parquet file.", field="predictions", value=path) from error
+    tables = [_read(store, path, pq.read_table) for path in paths]
     return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
 
@@ -122,12 +116,16 @@ def read_prediction_types(store: Store, path: str) -> dict[str, str]:
     Raises:
         StorageError: the file cannot be read. DataError: it is not a Parquet file.
     """
+    schema = _read(store, path, pq.read_schema)
+    return {field.name: _name_type(field.type) for field in schema if field.name != ROW_ID}
+
+
+def _read(store: Store, path: str, read: Callable[[BinaryIO], Any]) -> Any:
     with store.open_read(path) as stream:
         try:
-            schema = pq.read_schema(stream)
+            return read(stream)
         except pa.ArrowInvalid as error:
             raise DataError("This is not a Parquet file.", field="predictions", value=path) from error
-    return {field.name: _name_type(field.type) for field in schema if field.name != ROW_ID}
 
 
 def _name_type(kind: pa.DataType) -> str:

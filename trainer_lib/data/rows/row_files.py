@@ -124,23 +124,19 @@ class OpenFile:
             self.rows(min(_BATCH_ROWS, rows - (self._number - before)))
         return self._number - before
 
-    def rows(self, most: int) -> tuple[int, list[Raw]]:
-        """The number of the next row, and the next rows, at most so many; fewer at the end. Raises DataError."""
-        first, found = self._number, list[Raw]()
+    def rows(self, most: int) -> list[tuple[str, Callable[[], Any]]]:
+        """The next rows behind their places, at most so many; fewer at the end. Raises DataError."""
+        found, address = [], self.file.address
         try:
-            # Appended one by one: where reading fails, those before are known, and the error names the next one.
-            for row in itertools.islice(self._rows, most):
-                found.append(row)
+            for line, parse in itertools.islice(self._rows, most):
+                place = f"{address}, row {self._number}"
+                found.append((place if line is None else f"{place} (line {line})", parse))
+                self._number += 1
         except _UNREADABLE as error:
-            raise DataError(
-                f"The file cannot be read at this place: {error}.",
-                field="NEW_DATA",
-                value=f"{self.file.address}, row {first + len(found)}",
-                remedy=_remedy(error),
-            ) from error
-        self._number += len(found)
+            what, value = f"The file cannot be read at this place: {error}.", f"{address}, row {self._number}"
+            raise DataError(what, field="NEW_DATA", value=value, remedy=_remedy(error)) from error
         self.is_at_end = len(found) < most
-        return first, found
+        return found
 
     def close(self) -> None:
         """Close the file."""
@@ -154,11 +150,6 @@ def _remedy(error: Exception) -> str:
         quote = f'{READ}.quote ("" if quotes are parts of values)'
         return f"Repair it, or say how it is written: {quote}, {READ}.escape, {READ}.separator."
     return "Repair it, or write it again."
-
-
-def name_place(file: RowFile, number: int, line: int | None) -> str:
-    """The place of a row: its file, its number in it from 0 on and, in a text, its line."""
-    return f"{file.address}, row {number}" + ("" if line is None else f" (line {line})")
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
@@ -310,14 +301,7 @@ class Row(NamedTuple):
 
     id: int | str
     values: Mapping[str, Any]
-    file: RowFile
-    number: int
-    line: int | None
-
-    @property
-    def place(self) -> str:
-        """Its place, for errors."""
-        return name_place(self.file, self.number, self.line)
+    place: str
 
 
 class BadRow(NamedTuple):
@@ -413,9 +397,8 @@ class RowReader:
         """Read the next rows, fewer at the end, with those that cannot be read. Raises DataError."""
         wanted = self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
-            first, found = opened.rows(min(_AT_ONCE, wanted - self.position))
-            for number, raw in enumerate(found, start=first):
-                row = self._read_any(opened, number, raw)
+            for place, parse in opened.rows(min(_AT_ONCE, wanted - self.position)):
+                row = self._read_any(opened, place, parse)
                 self.position += 1
                 yield row
 
@@ -431,17 +414,13 @@ class RowReader:
             self._current = OpenFile(self._waiting.pop(), self.notes, self._reading)
         return self._current
 
-    def _read_any(self, opened: OpenFile, number: int, raw: Raw) -> Row | BadRow:
-        line, parse = raw
+    def _read_any(self, opened: OpenFile, place: str, parse: Callable[[], Any]) -> Row | BadRow:
         values: Any = None
         try:
-            try:
-                values = parse()
-            except ValueError as error:
-                raise refuse_row(name_place(opened.file, number, line), None, str(error)) from error
-            return self._read(opened, number, line, values)
+            values = _parse(place, parse)
+            return self._read(opened, place, values)
         except DataError as error:
-            return BadRow(self._id_of(values), name_place(opened.file, number, line), error)
+            return BadRow(self._id_of(values), place, error)
 
     def _id_of(self, values: Any) -> int | str | None:
         if self._id_column is None:
@@ -449,14 +428,13 @@ class RowReader:
         found = values.get(self._id_column) if isinstance(values, Mapping) else None
         return read_id(found)
 
-    def _read(self, opened: OpenFile, number: int, line: int | None, values: Any) -> Row:
-        place = name_place(opened.file, number, line)
+    def _read(self, opened: OpenFile, place: str, values: Any) -> Row:
         if not isinstance(values, dict):
             what = f"it is a {type(values).__name__}, not a mapping from columns to values"
             raise refuse_row(place, None, what)
         if not self._is_id_known:
             self.assume_id_column(next((name for name in (*self._usual_ids, ROW_ID, "id") if name in values), None))
-        row_id = self.position if self._id_column is None else self._find_id(opened, number, line, values)
+        row_id = self.position if self._id_column is None else self._find_id(place, values)
         # A copy: the id of a bad row is looked for in its values.
         row = dict.fromkeys(self._may_lack) if opened.is_json else {}
         row |= {name: value for name, value in values.items() if name not in self._left_out}
@@ -470,14 +448,13 @@ class RowReader:
         for name in self._arrays:
             if isinstance(value := row.get(name), list):
                 row[name] = _in_shape(value, self._columns[name].shape)
-        return Row(row_id, row, opened.file, number, line)
+        return Row(row_id, row, place)
 
-    def _find_id(self, opened: OpenFile, number: int, line: int | None, values: Mapping[str, Any]) -> int | str:
+    def _find_id(self, place: str, values: Mapping[str, Any]) -> int | str:
         name = str(self._id_column)
         found: Any = values.get(name)
         if (row_id := read_id(found)) is not None:
             return row_id
-        place = name_place(opened.file, number, line)
         if name in values:
             raise refuse_row(place, name, f"a row's id is an integer or a text, not {type(found).__name__}")
         near = nearest(name, values)
@@ -489,6 +466,13 @@ class RowReader:
             # Another column is refused later, with the nearest name.
             if isinstance(text, str) and (column := self._columns.get(name)) is not None:
                 values[name] = parse_text(place, name, text, column)
+
+
+def _parse(place: str, parse: Callable[[], Any]) -> Any:
+    try:
+        return parse()
+    except ValueError as error:
+        raise refuse_row(place, None, str(error)) from error
 
 
 def read_id(value: Any) -> int | str | None:
@@ -529,16 +513,15 @@ def read_rows(
         opened = OpenFile(file, [] if notes is None else notes, reading or Reading())
         try:
             while not opened.is_at_end:
-                first, rows = opened.rows(_AT_ONCE)
-                for number, (line, parse) in enumerate(rows, start=first):
-                    place = name_place(file, number, line)
+                for place, parse in opened.rows(_AT_ONCE):
                     try:
-                        yield place, parse()
-                    except ValueError as error:
-                        refused = refuse_row(place, None, str(error))
+                        row = _parse(place, parse)
+                    except DataError as error:
                         if bad is None or len(bad) >= _MOST_BAD:
-                            raise refused from error
-                        bad.append(refused)
+                            raise
+                        bad.append(error)
+                    else:
+                        yield place, row
         finally:
             opened.close()
 
