@@ -38,7 +38,8 @@ from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, St
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.settings.config import LaunchConfig, from_settings, unshared
 from trainer_lib.launch.settings.gpu_selection import core_share, list_visible
-from trainer_lib.locks.shared_parts import CLAIMS, Heartbeat
+from trainer_lib.locks.lease import Heartbeat
+from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.protocol.requests import Request, read_request
 from trainer_lib.storage import Store
 

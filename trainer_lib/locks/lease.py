@@ -30,8 +30,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from types import TracebackType
 from typing import Self
+
+from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import DamagedError, LeaseLostError, StorageError, StorageGoneError, TrainflowError
@@ -39,7 +40,7 @@ from trainer_lib.guard import Process, is_gone, start_time
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import gone
 
-__all__ = ["Holder", "Lease", "acquire_lease", "find_holder", "read_small"]
+__all__ = ["Heartbeat", "Holder", "Lease", "acquire_lease", "find_holder", "read_small"]
 
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9]{8,})\.(json|beat|released)")
@@ -106,7 +107,48 @@ class Holder:
         return f"process {self.pid} on {host}, since {self.since}"
 
 
-class Lease:
+class Heartbeat:
+    """A process whose sign of life a thread renews every `period_s` inside a ``with`` block.
+
+    Subclasses renew it in `_beat`, and take it away in `_end`. The first beat's error is raised, a later one logged.
+    """
+
+    def __init__(self, period_s: float, whose: str) -> None:
+        self._period_s = period_s
+        self._whose = whose
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._keep_beating, name="trainflow-heartbeat", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._beat()
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop_beating()
+        with contextlib.suppress(TrainflowError):  # a store that is out of reach: the sign of life grows old
+            self._end()
+
+    def _beat(self) -> None:
+        raise NotImplementedError
+
+    def _end(self) -> None:
+        raise NotImplementedError
+
+    def _stop_beating(self) -> None:
+        """Return once no beat is under way; harmless when repeated."""
+        self._stopped.set()
+        self._thread.join()
+
+    def _keep_beating(self) -> None:
+        while not self._stopped.wait(self._period_s):
+            try:
+                self._beat()
+            except TrainflowError as error:  # the next beat may succeed
+                _LOG.warning("The sign of life of %s could not be renewed: %s", self._whose, error)
+
+
+class Lease(Heartbeat):
     """A folder that this process holds until `release`; best used in a ``with`` block.
 
     Attributes:
@@ -119,17 +161,18 @@ class Lease:
         self.lost = False
         self._folder = folder
         self._holder = holder
-        self._stop, self._is_over = threading.Event(), False
-        self._beat()
-        self._thread = threading.Thread(target=self._keep_beating, name=f"trainflow-lease-{epoch}", daemon=True)
+        self._is_over = False
+        super().__init__(holder.ttl_s / 3, "a lease")  # two beats may fail before it expires
+        self._thread.name = f"trainflow-lease-{epoch}"
+        _write_beat(folder, epoch)
         self._thread.start()
 
+    @override
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    @override
+    def __exit__(self, *_: object) -> None:
         try:
             self.release()
         except BaseException:  # a signal: what it interrupted is done all the same
@@ -141,7 +184,7 @@ class Lease:
 
         Raises LeaseLostError, StorageGoneError, and StorageError: then nothing may be committed either.
         """
-        if not self._stop.is_set() and self._is_ours():
+        if not self._stopped.is_set() and self._is_ours():
             return
         self.lost = True
         newest = _newest(self._folder)
@@ -156,8 +199,7 @@ class Lease:
         """Stop the beat and let other processes in; never raises, because it runs while an error propagates."""
         if self._is_over:
             return
-        self._stop.set()
-        self._thread.join()
+        self._stop_beating()
         if self.lost:
             return
         try:
@@ -171,11 +213,10 @@ class Lease:
 
     def remove(self) -> None:
         """End the lease and remove every trace of it: for the holder that has removed the folder itself."""
-        if self._stop.is_set():
+        if self._stopped.is_set():
             return
-        self._stop.set()
         self._is_over = True
-        self._thread.join()
+        self._stop_beating()
         if self.lost or not self._is_ours():
             return  # another process has taken over, which may be making the folder again
         # Our epoch goes last: until then no other process can take the folder.
@@ -191,19 +232,13 @@ class Lease:
             return False
         return read_small(self._folder, _name(self.epoch, "json")) == self._holder.to_bytes()
 
+    @override
     def _beat(self) -> None:
-        self._folder.write_bytes(_name(self.epoch, "beat"), uuid.uuid4().hex.encode())
-
-    def _keep_beating(self) -> None:
-        while not self._stop.wait(self._holder.ttl_s / 3):  # two beats may fail before the lease expires
-            try:
-                if not self._is_ours():
-                    # Not renewed: the other holder's beat must not be mistaken for ours.
-                    self.lost = True
-                    return
-                self._beat()
-            except TrainflowError as error:  # the next beat may succeed; if none does, `ensure_held` will raise
-                _LOG.warning("A lease could not be renewed: %s", error)
+        if self._is_ours():
+            _write_beat(self._folder, self.epoch)
+        else:  # not renewed: the other holder's beat must not be mistaken for ours
+            self.lost = True
+            self._stopped.set()
 
 
 def acquire_lease(
@@ -328,6 +363,10 @@ def _forget(folder: Store, epoch: int, holder: Holder) -> None:
         held = read_small(folder, name)
         if held and holder.to_bytes().startswith(held):
             folder.delete(name)
+
+
+def _write_beat(folder: Store, epoch: int) -> None:
+    folder.write_bytes(_name(epoch, "beat"), uuid.uuid4().hex.encode())
 
 
 def _name(epoch: int, kind: str) -> str:

@@ -29,14 +29,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
 
+from typing_extensions import override
+
 from trainer_lib.errors import StorageError
-from trainer_lib.locks.lease import Holder, read_small
+from trainer_lib.locks.lease import Heartbeat, Holder, read_small
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, LIMIT
 
@@ -178,11 +179,10 @@ def protect_from_removal(store: Store) -> Iterator[None]:
 
     Without a commit, or where no mark can be written (a read-only store), the block runs without protection.
     """
-    mark = _Mark(store)
-    try:
+    with contextlib.ExitStack() as stack:
+        if _has_commit(store):
+            stack.enter_context(_Mark(store))
         yield
-    finally:
-        mark.remove()
 
 
 def list_readers(store: Store, names: Iterable[str] | None = None) -> list[Holder]:
@@ -216,45 +216,32 @@ def withdraw_if_unread(store: Store, *, even_kept: bool = False) -> bool:
     return True
 
 
-class _Mark:
-    """A mark that is renewed by a thread until it is removed."""
+class _Mark(Heartbeat):
+    """A mark that is replaced by a newer one from time to time; one that cannot be removed expires by itself."""
 
     def __init__(self, store: Store) -> None:
+        super().__init__(RENEW_S, "a reader")
         self._store = store
-        self._name: str | None = self._put() if _has_commit(store) else None
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._keep, name="trainflow-reading", daemon=True)
-        if self._name is not None:
-            self._thread.start()
+        self._name: str | None = None
 
-    def remove(self) -> None:
-        """Remove the mark; one that cannot be removed expires by itself."""
-        self._done.set()
-        if self._name is not None:
-            self._thread.join()
-            self._drop(self._name)
-
-    def _keep(self) -> None:
-        while not self._done.wait(RENEW_S):
-            # The new mark before the old one is removed, so that there is a whole mark at every moment.
-            name = self._put()
-            if name is not None and self._name is not None:
-                self._drop(self._name)
-                self._name = name
-
-    def _put(self) -> str | None:
+    @override
+    def _beat(self) -> None:
         name = f"{_PREFIX}{uuid.uuid4().hex}{_SUFFIX}"
         try:
-            return name if self._store.create(name, Holder.this_process(TTL_S).to_bytes()) else None
+            self._store.create(name, Holder.this_process(TTL_S).to_bytes())
         except StorageError as error:
-            _LOG.info(
-                "%s is read without protection from removal, its mark could not be written: %s", self._store.url, error
-            )
-            return None
-
-    def _drop(self, name: str) -> None:
+            what = "%s is read without protection from removal, its mark could not be written: %s"
+            _LOG.info(what, self._store.url, error)
+            return
+        # The new mark before the old one is removed, so that there is a whole mark at every moment.
         with contextlib.suppress(StorageError):
-            self._store.delete(name)
+            self._end()
+        self._name = name
+
+    @override
+    def _end(self) -> None:
+        if self._name is not None:
+            self._store.delete(self._name)
 
 
 def _has_commit(store: Store) -> bool:

@@ -14,64 +14,16 @@ lost its part and wakes up later writes what is there already.
 
 from __future__ import annotations
 
-import contextlib
-import logging
-import threading
 import time
 import uuid
 from collections.abc import Generator, Iterator
-from typing import Protocol, Self
+from typing import Protocol
 
 from typing_extensions import override
 
-from trainer_lib.errors import TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, release_claim
-from trainer_lib.locks.lease import Holder, read_small
+from trainer_lib.locks.lease import Heartbeat, Holder, read_small
 from trainer_lib.storage import Store
-
-_log = logging.getLogger(__name__)
-
-
-class Heartbeat:
-    """A process whose sign of life a thread renews every `period_s` inside a ``with`` block.
-
-    Subclasses renew it in `_beat`, and take it away in `_end`. The first beat's error is raised, a later one logged.
-    """
-
-    def __init__(self, period_s: float, whose: str) -> None:
-        self._period_s = period_s
-        self._whose = whose
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(target=self._keep_beating, name="trainflow-heartbeat", daemon=True)
-
-    def __enter__(self) -> Self:
-        self._beat()
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop_beating()
-        with contextlib.suppress(TrainflowError):  # a store that is out of reach: the sign of life grows old
-            self._end()
-
-    def _beat(self) -> None:
-        raise NotImplementedError
-
-    def _end(self) -> None:
-        raise NotImplementedError
-
-    def _stop_beating(self) -> None:
-        """Return once no beat is under way; harmless when repeated."""
-        self._stopped.set()
-        self._thread.join()
-
-    def _keep_beating(self) -> None:
-        while not self._stopped.wait(self._period_s):
-            try:
-                self._beat()
-            except TrainflowError as error:
-                _log.warning("The sign of life of %s could not be renewed: %s", self._whose, error)
-
 
 CLAIMS = "claims"
 BLOCK = 1000

@@ -51,7 +51,6 @@ LIMIT = 64 * 2**20
 MOST_FILES = 300_000
 """Files that fit into it, with paths of up to 120 characters: a job that would write more is refused before it."""
 
-_PIECE = 8 * 2**20
 _KINDS = ("stage", "checkpoint", "published")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FIELDS = {"format", "kind", "id", "created", "content_digest", "files", "meta", "seal"}
@@ -144,7 +143,7 @@ def read_commit(store: Store, *, kind: str | None = None) -> Commit | None:
 
 
 def verify_files(
-    store: Store, commit: Commit, *, digests: bool = True, on_read: Callable[[int], object] | None = None
+    store: Store, commit: Commit, *, digests: bool = True, on_read: Callable[[int], object] = lambda size: None
 ) -> list[str]:
     """Compare a folder's files with its commit; one line per problem, none when the folder is intact.
 
@@ -160,21 +159,9 @@ def verify_files(
             problems.append(f"{entry.path}: {'a link, not a file' if store.exists(entry.path) else 'missing'}")
         elif size != entry.size:
             problems.append(f"{entry.path}: {size:,} bytes, committed {entry.size:,}")
-        elif digests and (found := _digest(store, entry.path, on_read)) != entry.sha256:
+        elif digests and (found := store.digest(entry.path, on_read)) != entry.sha256:
             problems.append(f"{entry.path}: digest {found[:12]}..., committed {entry.sha256[:12]}...")
     return problems
-
-
-def _digest(store: Store, path: str, on_read: Callable[[int], object] | None) -> str:
-    """The SHA-256 of a file, in hexadecimal digits."""
-    if on_read is None:
-        return store.digest(path)
-    digest = hashlib.sha256()
-    with store.open_read(path) as stream:
-        while piece := stream.read(_PIECE):
-            digest.update(piece)
-            on_read(len(piece))
-    return digest.hexdigest()
 
 
 def withdraw_folder(store: Store) -> None:

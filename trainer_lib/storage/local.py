@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, TypeVar, cast
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import StorageError
-from trainer_lib.storage.outages import FolderGoneError
+from trainer_lib.storage.outages import FolderGoneError, free_bytes
 from trainer_lib.storage.urls import FileInfo
 
 T = TypeVar("T")
@@ -235,9 +235,7 @@ class LocalBackend:
 
     def free_bytes(self) -> int | None:
         """Return the bytes that an unprivileged process may still write on the disk of this folder."""
-        # A store's folder need not exist yet; its nearest parent is on the same disk.
-        status = os.statvfs(_existing(self.root))
-        return status.f_bavail * status.f_frsize
+        return free_bytes(self.root)
 
     def sync_file(self, rel: str) -> None:
         """Fsync a file; `sync` makes the folder's entry durable."""
@@ -257,12 +255,6 @@ def _link_error(path: Path) -> StorageError:
     what = "This is a symbolic link. Nothing is written or removed behind one inside a storage."
     remedy = "Move what it leads to here, or remove the link. The storage itself may be a link."
     return StorageError(what, field=str(path), remedy=remedy)
-
-
-def _existing(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
 
 
 def _in_folder(folder: Path, write: Callable[[], T]) -> T:

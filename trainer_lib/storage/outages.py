@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -165,15 +166,9 @@ def unreachable(outage: str, verb: str, where: str) -> StoreUnreachableError:
     return StoreUnreachableError(what, field=where, remedy=f"Check the network{asked}; the same command continues.")
 
 
-def _free_bytes(where: str) -> int | None:
-    """Bytes that are free where a local file was to be written; None on another store."""
-    if not where.startswith("/"):
-        return None
-    place = next((folder for folder in (Path(where), *Path(where).parents) if folder.exists()), Path("/"))
-    try:
-        return shutil.disk_usage(place).free
-    except OSError:
-        return None
+def free_bytes(path: Path) -> int:
+    """Bytes that an unprivileged process may write on the disk of a path, which need not exist. Raises OSError."""
+    return shutil.disk_usage(next((folder for folder in (path, *path.parents) if folder.exists()), "/")).free
 
 
 def _is_full(code: str | None) -> bool:
@@ -199,8 +194,10 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
     number, reason = (error.errno if isinstance(error, OSError) else None), _reason(error)
     if number in _FULL or _is_full(vendor_code(error)):
         remedy = "Free space there, or choose another storage; nothing committed was touched."
-        free = _free_bytes(where)
-        left = "no space left" if free is None else f"no space left, {free:,} bytes are free"
+        left = "no space left"
+        if where.startswith("/"):  # a local file
+            with contextlib.suppress(OSError):
+                left += f", {free_bytes(Path(where)):,} bytes are free"
         # The system's own words for this number say it once more; a quota or a store's code adds something.
         more = "" if number == errno.ENOSPC else f" ({reason})"
         size = "" if needed is None else f" The file needs at least {needed:,}."

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import io
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -263,10 +263,14 @@ class Store:
         with self._typed("read", checked(rel)):
             scatter(lambda ranges: self._backend.read_ranges(rel, ranges), parts)
 
-    def digest(self, rel: str) -> str:
-        """Compute the SHA-256 of a file, in hexadecimal digits; the file is read in pieces."""
+    def digest(self, rel: str, on_read: Callable[[int], object] = lambda size: None) -> str:
+        """Compute the SHA-256 of a file, in hexadecimal digits; it is read in pieces, whose sizes `on_read` gets."""
+        digest = hashlib.sha256()
         with self.open_read(rel) as stream:
-            return hashlib.file_digest(cast(io.RawIOBase, stream), "sha256").hexdigest()
+            while piece := stream.read(CHUNK):
+                digest.update(piece)
+                on_read(len(piece))
+        return digest.hexdigest()
 
     def download(self, rel: str, local: Path, *, expect: FileEntry | None = None) -> None:
         """Copy a file to the local disk; `local` appears only when it is whole and equal to `expect`."""
