@@ -50,8 +50,7 @@ def test_evaluation_is_logged_and_restores_the_mode_of_the_model(tmp_path: Path)
     one = trainer(tmp_path, None, eval_dataset=ROWS, compute_metrics=accuracy)
     one.model.train()
     metrics = one.evaluate(metric_key_prefix="dev")
-    assert one.model.training
-    assert set(one.state.log_history[0]) - {"step", "epoch"} == metrics.keys() - {"epoch"}
+    assert one.model.training and set(one.state.log_history[0]) - {"step", "epoch"} == metrics.keys() - {"epoch"}
     assert {"dev_loss", "dev_accuracy"} <= metrics.keys()
     assert isinstance(metrics["dev_accuracy"], float)
 
@@ -130,9 +129,7 @@ class Looking(Classifier):
 
 
 @pytest.mark.parametrize(("differentiates", "looked"), [(False, [False, False, True]), (True, [False, *[True] * 3])])
-def test_evaluation_passes_autograd_unless_the_model_needs_it(
-    differentiates: bool, looked: list[bool], tmp_path: Path
-) -> None:
+def test_evaluation_passes_autograd_if_it_can(differentiates: bool, looked: list[bool], tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, model=Looking(differentiates), eval_dataset=ROWS[:2], max_steps=1)
     model: Any = one.model
     with torch.no_grad():
@@ -258,8 +255,7 @@ def test_include_for_metrics_adds_inputs_and_losses(batch_class: Any, tmp_path: 
     settings["data_collator"] = lambda rows: batch_class(default_data_collator(rows))
     one = trainer(tmp_path, None, include_for_metrics=["inputs", "loss"], **settings)
     one.evaluate()
-    assert len(note.given[0]) == 4
-    assert np.allclose(note.given[0].inputs, np.stack([row["x"] for row in MANY]))
+    assert len(note.given[0]) == 4 and np.allclose(note.given[0].inputs, np.stack([row["x"] for row in MANY]))
     assert note.given[0].losses.shape == (22,)
     trainer(tmp_path, None, **settings).evaluate()
     assert len(note.given[1]) == 2
@@ -276,11 +272,8 @@ def test_prediction_loss_only_keeps_no_predictions_and_calls_no_metric(tmp_path:
 
 
 class TwoOutputs(Classifier):
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None = None, target: Any = None
-    ) -> dict[str, torch.Tensor]:
-        outputs = super().forward(x, labels if target is None else target)
-        return {**outputs, "hidden": x * 2}
+    def forward(self, x: torch.Tensor, labels: Any = None, target: Any = None) -> dict[str, torch.Tensor]:
+        return {**super().forward(x, labels if target is None else target), "hidden": x * 2}
 
 
 def test_ignore_keys_and_label_names_decide_what_is_handed_over(tmp_path: Path) -> None:
@@ -297,9 +290,7 @@ def test_ignore_keys_and_label_names_decide_what_is_handed_over(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("rounds", "held"), [(1, [0, 0, 0]), (2, [0, 1, 0]), (99, [0, 1, 2])])
-def test_eval_accumulation_steps_says_how_many_outputs_stay_on_the_device(
-    rounds: int, held: list[int], tmp_path: Path
-) -> None:
+def test_eval_accumulation_steps_bounds_the_outputs_on_the_device(rounds: int, held: list[int], tmp_path: Path) -> None:
     made: list[weakref.ref[torch.Tensor]] = []
     alive: list[int] = []
 
@@ -359,11 +350,10 @@ class BoxDetector(Classifier):
 def test_labels_of_a_detector_are_handed_over_batch_by_batch_though_the_last_one_is_smaller(tmp_path: Path) -> None:
     note = Kept()
     boxes = [torch.ones(1 + i % 3, 4) for i in range(22)]
-    labels = [
-        {"class_labels": torch.full((len(box),), row["labels"]), "boxes": box}
+    rows = [
+        {"x": row["x"], "labels": {"class_labels": torch.full((len(box),), row["labels"]), "boxes": box}}
         for row, box in zip(MANY, boxes, strict=True)
     ]
-    rows = [{"x": row["x"], "labels": label} for row, label in zip(MANY, labels, strict=True)]
 
     def collate(batch: list[Any]) -> dict[str, Any]:
         return {"x": torch.stack([row["x"] for row in batch]), "labels": [row["labels"] for row in batch]}
@@ -371,11 +361,8 @@ def test_labels_of_a_detector_are_handed_over_batch_by_batch_though_the_last_one
     settings: dict[str, Any] = {"eval_dataset": rows, "compute_metrics": note, "data_collator": collate}
     one = trainer(tmp_path, None, model=BoxDetector(), eval_do_concat_batches=False, **settings)
     assert one.evaluate()["eval_n"] == 3
-    assert (
-        [len(batch) for batch in note.given[0].label_ids]
-        == [len(batch) for batch in note.given[0].predictions]
-        == [8, 8, 6]
-    )
+    for kept in (note.given[0].label_ids, note.given[0].predictions):
+        assert [len(batch) for batch in kept] == [8, 8, 6]
     assert [label["boxes"].shape for label in note.given[0].label_ids[2]] == [(1 + i % 3, 4) for i in range(16, 22)]
 
 
@@ -397,17 +384,10 @@ def test_when_training_evaluates(given: dict[str, Any], steps: list[int], tmp_pa
 
 def test_several_sets_are_each_named_and_one_of_them_decides(tmp_path: Path) -> None:
     values = iter([0.9, 0.1, 0.1, 0.8])  # dev and held in turn
-    one = trained(
-        tmp_path,
-        MANY,
-        eval_dataset=dict.fromkeys(("dev", "held"), MANY[:4]),
-        compute_metrics=lambda p: {"accuracy": next(values)},
-        eval_strategy="epoch",
-        save_strategy="epoch",
-        num_train_epochs=2,
-        load_best_model_at_end=True,
-        metric_for_best_model="held_accuracy",
-    )
+    given: dict[str, Any] = {"eval_strategy": "epoch", "save_strategy": "epoch", "num_train_epochs": 2}
+    given |= {"load_best_model_at_end": True, "metric_for_best_model": "held_accuracy"}
+    given |= {"eval_dataset": dict.fromkeys(("dev", "held"), MANY[:4])}
+    one = trained(tmp_path, MANY, compute_metrics=lambda p: {"accuracy": next(values)}, **given)
     assert one.state.best_metric == 0.8 and one.state.best_global_step == 12
     assert {"eval_dev_accuracy", "eval_held_accuracy"} <= {name for entry in one.state.log_history for name in entry}
 
