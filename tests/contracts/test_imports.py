@@ -29,7 +29,7 @@ PACKAGES = [
 #: What single modules leave out, with what they import themselves.
 MODULES = [
     (("trainer_lib",), LIGHT | {"yaml", "tqdm", "fsspec"}),
-    (("trainflow", *(f"trainer_lib.hub.{name}" for name in ("card", "huggingface", "transport"))), LIGHT),
+    (("trainflow", *(f"trainer_lib.hub.{name}" for name in ("card", "huggingface", "folder"))), LIGHT),
     (("trainflow.tasks.push_to_hub",), HEAVY | {"mlflow", "huggingface_hub"}),
     (
         (
