@@ -183,7 +183,8 @@ WORDS = (SPACE, "sweep.sampler=grid", "sweep.trials=", "sweep.parallel=2", "swee
 
 
 def _flow_run(spec: PipelineSpec) -> FlowRunFilter:
-    return FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-sweep"]}})
+    assert spec.sweep is not None
+    return FlowRunFilter.model_validate({"name": {"any_": [f"{spec.name}-{spec.sweep.name}"]}})
 
 
 @pytest.mark.timeout(300)
@@ -209,7 +210,7 @@ def test_each_trial_is_a_task(tmp_path: Path, prefect_server: str, capfd: pytest
 
 
 def test_a_trial_that_ends_before_its_task_runs_has_ended_for_the_server(tmp_path: Path, prefect_server: str) -> None:
-    spec = load_spec(sweep_project(tmp_path), (SPACE, "sweep.parallel=1"))
+    spec = load_spec(sweep_project(tmp_path), (SPACE, "sweep.name=lost", "sweep.parallel=1"))
     assert spec.sweep is not None
 
     def work(trials: Any) -> str:
