@@ -267,7 +267,7 @@ class Chosen:
 
     @property
     def tracking(self) -> TrackingConfig:
-        """Where its runs are tracked."""
+        """The tracking of its runs."""
         return TrackingConfig() if self.spec is None else self.spec.tracking
 
     def run(self, text: str) -> PastRun:
