@@ -35,14 +35,15 @@ from trainer_lib.recipes.tables.cells import (
 from trainer_lib.recipes.tables.table_files import SAME, Table, naming_sources
 
 _ROWS = 20_000  # that are looked at
-_LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", "price", "sales")
+_AMOUNTS = ("price", "sales")
+_LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", *_AMOUNTS)
 _ID = re.compile(r"(?i:(.*[_\s.-])?(id|key|uuid|nr|number)|index)|.*[a-z](ID|Id|Nr)")
 _BLANK = re.compile(r"\s")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}  # which YAML reads as something else
 _ZEROS = re.compile(r"0\d+")  # no amounts: a postcode, the number of a customer
 _THOUSANDS = re.compile(r"\d{1,3}(,\d{3})+")
-_FEW = 20  # a label with more different numbers is an amount
+_FEW = 20  # a label with more different numbers is an amount, unless they count classes from 0 or 1 on
 _MOST_NAMES = 50
 _ALONE = 0.99  # of the held-out labels that one column predicts: a suspected leak
 _FEWEST_ROWS = 40
@@ -167,7 +168,8 @@ class Guesses(Guess):
             self.options["label"] = label, ""
             return self._table.require(label, field="--label")
         lower = {name.lower(): name for name in names}
-        known = next((lower[name] for name in _LABELS if name in lower), None)
+        named = (lower[name] for name in _LABELS if name in lower)
+        known = next((name for name in named if len(set(self._table.columns[name])) > 1), None)
         usual = [name for name in names if not _ID.fullmatch(name) and len(set(self._table.columns[name])) > 1]
         usual = [name for name in usual if name not in self._lists]
         found = known or (usual or names)[-1]
@@ -183,19 +185,43 @@ class Guesses(Guess):
             if self._label not in self._lists:
                 self.options["label_separator"] = separator, ""
             return "tabular-classification"
-        values = self._table.numbers(self._label)
-        count, known = self._table.count(self._label), values[np.isfinite(values)]
-        if gaps := len(self._table) - count:
+        texts = [str(value) for value in self._table.columns[self._label] if value is not None]
+        if gaps := len(self._table) - len(texts):
             self.comments.append(f"{counted(gaps, 'row')} without a label: remove them, prepare-data refuses them.")
-        different = len(set(known.tolist()))
-        if len(known) == count and 2 < different <= _RATINGS and not (known % 1).any():
+        read = (number_of(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text) for text in texts)
+        numbers = np.array([number for number in read if number is not None])
+        if 2 * len(numbers) <= len(texts):
+            return "tabular-classification"
+        if self._are_amounts(numbers):
+            return self._choose_amounts(texts)
+        if len(numbers) == len(texts) and 2 < len(set(numbers.tolist())) <= _RATINGS and not (numbers % 1).any():
             self.comments.append("If the numbers of the label are ratings, their order counts: target: order.")
-        is_amount = different > (_FEW if (known % 1).any() else max(_FEW, count / 2))
-        return "tabular-regression" if is_amount and len(known) == count else "tabular-classification"
+        return "tabular-classification"
+
+    def _are_amounts(self, numbers: np.ndarray) -> bool:
+        different = len(set(numbers.tolist()))
+        if self._label.lower() in _AMOUNTS:
+            return different > 2
+        if (numbers % 1).any():
+            return different > min(_FEW, len(numbers) / 2)
+        are_counted = numbers.min() in (0, 1) and numbers.max() - numbers.min() < different <= len(numbers) / 2
+        return different > _FEW and not are_counted
+
+    def _choose_amounts(self, texts: Sequence[str]) -> str:
+        label, why = self.options["label"]
+        amounts = f"{len(set(texts))} different numbers: amounts"
+        self.options["label"] = label, f"{why}; {amounts}" if why else amounts
+        self._is_number(label, texts)
+        self.options.pop("missing", None)
+        if label in self._ignored:
+            self.comments.append(f"The label has {self._ignored.pop(label).partition(':')[0]}: mend them.")
+        return "tabular-regression"
 
     def _find_separator(self) -> str | None:
         """The mark between several classes in the cells of the label; None: they have one class."""
         texts = [str(value) for value in self._table.columns[self._label] if isinstance(value, str)]
+        if all(number_of(text) is not None or _THOUSANDS.fullmatch(text) for text in texts):
+            return None
         for mark in _BETWEEN:
             cells = [[part.strip() for part in text.split(mark) if part.strip()] for text in texts]
             parts = Counter(part for cell in cells for part in cell)
@@ -361,7 +387,7 @@ def guess_spec(folder: Path, address: str, label: str | None) -> dict[str, Any]:
     guesses = _guess_images(absolute) if _is_of_images(absolute) else Guesses(address, label)
     return {
         "guesses": guesses,
-        "comments": [_joined(sentence) for sentence in guesses.comments],
+        "comments": [" ".join(sentence.split()) for sentence in guesses.comments],  # in one line
         "source": _yaml(source),
         "options": [line for name, (value, why) in guesses.options.items() for line in _option(name, value, why)],
     }
@@ -377,13 +403,8 @@ def _is_of_images(address: str) -> bool:
     return False
 
 
-def _joined(sentence: str) -> str:
-    """A sentence in one line."""
-    return " ".join(sentence.split())
-
-
 def _option(name: str, value: Any, why: str) -> list[str]:
     line = f"{name}: {_yaml(value)}"
     if why and len(line) + len(why) > 90:
-        return [f"# {_joined(why)}", line]
+        return [f"# {' '.join(why.split())}", line]
     return [f"{line}  # {why}" if why else line]

@@ -206,6 +206,12 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
         ), None, "tabular-classification", words) for words in ('ignore: [""]', "missing: mean")),
         (json.dumps([{"text": f"It is {row}", "stars": row % 2, "by": {"name": "x"}} for row in range(90)], indent=2),
          "stars", "tabular-classification", "Column by has lists or objects"),
+        ("x,price\n" + "".join(f"{row},{row % 5}.{row:02}\n" for row in range(12)), None,
+         "tabular-regression", "label: price  # guess: its name; 12 different numbers: amounts"),
+        ("x,c\n" + "".join(f"{row % 7},{'' if row % 9 else 'about '}{row % 50 + 60}\n" for row in range(300)), None,
+         "tabular-regression", "The label has numbers among texts such as 'about 60', 'about 69', 'about 78': mend"),
+        ("label,sales,shop\n" + "".join(f'x,"{row % 4},{row % 9}00",{row % 3}\n' for row in range(90)), None,
+         "tabular-regression", "label: sales  # guess: its name; 36 different numbers: amounts"),
     ],
 )  # fmt: skip
 def test_the_recipe_and_what_looks_wrong_are_guessed_from_the_rows(

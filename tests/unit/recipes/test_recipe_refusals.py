@@ -119,6 +119,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (NAMED, {}, "it is not a category"),
         (priced(*(f"{row % 25}.5" for row in range(200))), {}, "amounts, not classes … tabular-regression"),
         (priced(*(str(7 * row) for row in range(40))), {}, "amounts, not classes … tabular-regression"),
+        (priced("tbd", *(f"{row}.5" for row in range(12))), {}, "12 different numbers … amounts, not classes"),
         (TABLE, {"id": "house"}, "Two rows have one id."),
         (table().replace("colour", "labels", 1), {}, "uses the name 'labels' itself"),
         ("size,answer\n1,2\n1\n", {}, "prepare.sources … data.csv, row 1 (line 3)"),

@@ -134,8 +134,8 @@ class TabularRows:
         """Raise DataError where the label holds numbers that are no classes: nearly all differ, or have fractions."""
         numbers, values = self.table.numbers(self.label), self.table.count(self.label)
         numbers = numbers[np.isfinite(numbers)]
-        most = _FEW_CLASSES if (numbers % 1).any() else max(_FEW_CLASSES, values / 2)
-        if len(numbers) == values and (different := table_files.count_different(numbers)) > most:
+        most = (min if (numbers % 1).any() else max)(_FEW_CLASSES, values / 2)
+        if 2 * len(numbers) > values and (different := table_files.count_different(numbers)) > most:
             what = f"The label '{self.label}' has {different:,} different numbers in {values:,} rows"
             remedy = f"Predict amounts ({FIELD}.target=number, or the recipe tabular-regression), or give few classes."
             raise DataError(f"{what}: amounts, not classes.", field=field, value=self.label, remedy=remedy)
