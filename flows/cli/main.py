@@ -143,7 +143,8 @@ def _refusal(error: Any) -> ConfigError:
     parameter = getattr(error, "param", None)
     name = None if parameter is None else parameter.opts[0] if parameter.opts[0].startswith("-") else parameter.metavar
     what = text if text.endswith((".", "?")) else f"{text}."
-    remedy = f"{command} --help shows its words."
+    _, *examples = ((error.ctx and error.ctx.command.epilog) or "").split("\n\n")
+    remedy = f"{f'An example: {examples[0]}; ' if examples else ''}{command} --help shows its words."
     return ConfigError(what, field=getattr(error, "option_name", None) or name or command, remedy=remedy)
 
 

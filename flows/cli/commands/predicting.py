@@ -73,7 +73,7 @@ _Temperature = Annotated[float, typer.Option(min=0.0, metavar="T", help="0: the 
 
 
 @command("""
-    trainflow predict .trainflow/runs/3fa9c1d2e4b50617 "new/*.csv" --to predictions
+    trainflow predict last "new/*.csv" --to predictions
     trainflow predict models:/digits@champion new.parquet --to s3://bucket/out --workers 4
 """)
 def predict(

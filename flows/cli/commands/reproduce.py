@@ -78,7 +78,10 @@ def lineage(
     )
 
 
-@command("trainflow verify .trainflow/hub/digits")
+@command("""
+    trainflow verify last
+    trainflow verify .trainflow/hub/digits
+""")
 def verify(form: Form, address: Address, storage: StorageUrl = None) -> Answer:
     """Hash every link again, and name the link and the file that breaks. Exit code 16 if one does.
 

@@ -57,6 +57,7 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., dict[str, str]]:
         ("gc --keep 0", "--keep", "greater than or equal to 1", "trainflow gc --help"),
         ("gc --keep", "--keep", "requires an argument", "--help"),
         ("logs", "RUN", "Missing argument 'RUN'.", "trainflow logs --help"),
+        ("verify", "X", "Missing argument 'X'.", "An example: trainflow verify last; trainflow verify --help shows"),
         ("checkpoints prune x", "--keep", "Missing option '--keep'.", "trainflow checkpoints prune --help"),
         ("rnus", "trainflow", "No such command 'rnus'. Did you mean 'runs'?", "trainflow --help"),
         ("checkpoints lst", "trainflow checkpoints", "Did you mean 'list'?", "trainflow checkpoints --help"),
