@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import subprocess
 import sys
@@ -74,16 +73,7 @@ def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error() -
         assert getattr(trainer_lib, name).__module__.startswith("trainer_lib."), name
         assert name in dir(trainer_lib)
     with pytest.raises(AttributeError, match="no attribute 'Trainr'"):
-        _ = trainer_lib.Trainr
-    tree = ast.parse(Path(str(trainer_lib.__file__)).read_text(encoding="utf-8"))
-    imported = {
-        alias.asname or alias.name
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    # The three lists of names agree.
-    assert imported - {"annotations", "TYPE_CHECKING", "Any"} == set(trainer_lib.__all__) == set(trainer_lib._NAMES)
+        _ = trainer_lib.Trainr  # type: ignore[attr-defined]
 
 
 def test_accelerate_is_not_imported_without_need_and_its_state_is_filled_in_or_left(tmp_path: Path) -> None:
