@@ -29,7 +29,7 @@ def conversation(of_devices: bool) -> None:
     parts = comm.gather_bytes(b"x" * (rank * 3))
     assert rank == 1 or parts == [b"", b"xxx"]
     assert comm.broadcast_json({"from": rank}) == {"from": 0}
-    assert [comm.any(rank == 1), comm.any(False), comm.any_later(rank == 0).result()] == [True, False, True]
+    assert [comm.any(rank == 1), comm.any(False), comm.any_later(rank == 0)()] == [True, False, True]
     assert comm.sum_ints([1, rank]) == [2, 1]
     assert comm.sum_tensor(torch.tensor([1.5, rank])).tolist() == [3.0, 1.0]
     gathered = comm.gather_tensor(torch.tensor([[rank], [7]]).T)
@@ -94,7 +94,7 @@ def test_a_world_of_one_answers_without_a_message() -> None:
     comm = distributed.SingleProcess()
     assert comm.gather_json((1, 2)) == [[1, 2]]
     assert comm.broadcast_json({"a": 1}) == {"a": 1}
-    assert comm.any_later(True).result()
+    assert comm.any_later(True)()
     with pytest.raises(DataError):
         comm.agree(DataError("no rows"))
 

@@ -20,7 +20,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -89,13 +89,6 @@ class DataParallel(NamedTuple):
     size: int
 
 
-class Pending(Protocol):
-    """A collective that is under way."""
-
-    def result(self) -> bool:
-        """Wait on the host, and return whether the flag is true on any rank."""
-
-
 @runtime_checkable
 class Communicator(Protocol):
     """Messages between ranks besides gradients. Every method is collective: all ranks call it, in the same order."""
@@ -124,8 +117,8 @@ class Communicator(Protocol):
     def any(self, flag: bool) -> bool:
         """Return True on every rank when `flag` is true on one."""
 
-    def any_later(self, flag: bool) -> Pending:
-        """Start `any` and return at once: the message travels while the caller computes."""
+    def any_later(self, flag: bool) -> Callable[[], bool]:
+        """Start `any`, and return what waits for its answer: the message travels while the caller computes."""
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Return the element-wise sum over ranks of a few integers, without touching a device."""
@@ -153,16 +146,6 @@ def leads(comm: Communicator) -> bool:
 def sum_over_data(comm: Communicator, values: list[int]) -> list[int]:
     """Return the sums of a few integers that ranks with the same samples have equal, counted once. Collective."""
     return [total // sharers(comm) for total in comm.sum_ints(values)]
-
-
-class _Known:
-    """The result of a collective that needed no message."""
-
-    def __init__(self, value: bool) -> None:
-        self._value = value
-
-    def result(self) -> bool:
-        return self._value
 
 
 class SingleProcess(Communicator):
@@ -200,8 +183,8 @@ class SingleProcess(Communicator):
         return flag
 
     @override
-    def any_later(self, flag: bool) -> Pending:
-        return _Known(flag)
+    def any_later(self, flag: bool) -> Callable[[], bool]:
+        return lambda: flag
 
     @override
     def sum_ints(self, values: list[int]) -> list[int]:
@@ -218,20 +201,6 @@ class SingleProcess(Communicator):
     @override
     def twin(self, timeout_s: float) -> Communicator:
         return self
-
-
-class _PendingFlag:
-    """An all-reduce of one integer that is under way."""
-
-    def __init__(self, flag: bool, group: dist.ProcessGroup | None) -> None:
-        self._value = np.array([int(flag)], dtype=np.int64)
-        self._work = dist.all_reduce(in_flight.share(self._value), op=dist.ReduceOp.MAX, group=group, async_op=True)
-
-    def result(self) -> bool:
-        if self._work is not None:
-            self._work.wait()
-            self._work = None
-        return bool(self._value[0])
 
 
 class ProcessGroup(Communicator):
@@ -304,11 +273,21 @@ class ProcessGroup(Communicator):
 
     @override
     def any(self, flag: bool) -> bool:
-        return self.any_later(flag).result()
+        return self.any_later(flag)()
 
     @override
-    def any_later(self, flag: bool) -> Pending:
-        return _PendingFlag(flag, self._group)
+    def any_later(self, flag: bool) -> Callable[[], bool]:
+        value = np.array([int(flag)], dtype=np.int64)
+        work = dist.all_reduce(in_flight.share(value), op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+        def wait() -> bool:
+            nonlocal work
+            if work is not None:
+                work.wait()
+                work = None  # it holds the tensor (see `in_flight`)
+            return bool(value[0])
+
+        return wait
 
     @override
     def sum_ints(self, values: list[int]) -> list[int]:

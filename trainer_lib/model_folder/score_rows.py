@@ -27,7 +27,7 @@ from trainer_lib.errors import CodeError, ConfigError, DataError, TrainflowError
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.model_folder.loaded import LoadedModel, load_same
-from trainer_lib.protocol.requests import ScoreRequest, ScoreResult
+from trainer_lib.protocol.requests import PartsResult, ScoreRequest
 from trainer_lib.recipes.tables.cells import read_reading
 from trainer_lib.recipes.tables.table_files import read_table
 from trainer_lib.recipes.time_series_forecasting import Series, SeriesTable, window_columns
@@ -42,7 +42,7 @@ _SHARES = 1000  # what progress counts in: the number of rows is known only at t
 _ERROR_CHARACTERS = 500
 
 
-def run(work: Work[ScoreRequest]) -> ScoreResult:
+def run(work: Work[ScoreRequest]) -> PartsResult:
     """Predict the rows of all files that no other worker takes; returns when every part is finished."""
     request = work.request
     loaded = load_same(request)
@@ -85,7 +85,7 @@ class _Scoring:
         self._pace = Pace()
         self._predicted = self._num_bad = 0
 
-    def run(self) -> ScoreResult:
+    def run(self) -> PartsResult:
         """Write parts until none is left."""
         written = 0
         with SharedParts(self._store, self._parts) as shared:
@@ -96,7 +96,7 @@ class _Scoring:
                     shared.end_at(-(-self._reader.position // self._request.rows_per_file))
         for sentence in self._loaded.form.describe_unknown() if self._loaded.form is not None else ():
             self._events.emit("warning", message=sentence)
-        return ScoreResult(written, self._predicted)
+        return PartsResult(written, self._predicted)
 
     def close(self) -> None:
         """Close the file that is read."""

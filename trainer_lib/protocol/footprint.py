@@ -121,12 +121,13 @@ def footprints(
         writers: ranks that write a part of FSDP's checkpoint; None: all of them.
         layout: copies, shards, and ranks of a tensor group of the spec's own.
     """
-    written = size.checkpoint_bytes(only_model=only_model)
-    share = _divided_by(processes)
+    written, share = size.checkpoint_bytes(only_model=only_model), _divided_by(processes)
     whole, gradients, optimizer = size.parameter_bytes, size.gradient_bytes, size.optimizer_bytes
     gathered = min(size.gathered_bytes, whole)
     bucket = 2 * _BYTES_OF_BUCKET_ELEMENT * min(bucket_elements, size.trainable)
-    masters = share(gradients)
+    masters, activations = share(gradients), size.activation_bytes
+    if activations is not None and alone is not None:
+        activations = round(activations * alone / size.micro_batch)
     held: dict[str, tuple[int, int, int | None, int]] = {
         "single": (whole, gradients, optimizer, 0),
         "ddp": (whole, gradients, optimizer, gradients),
@@ -143,7 +144,7 @@ def footprints(
             gradients=held_gradients,
             optimizer=held_optimizer,
             exchange=exchange,
-            activations=_scaled(size, alone) if name == "single" else size.activation_bytes,
+            activations=activations if name == "single" else size.activation_bytes,
             evaluation=size.evaluation_bytes,
             checkpoint=_divided_by(parts)(written),
             writers=parts,
@@ -174,12 +175,6 @@ def _of_layout(
         checkpoint=part(written),
         writers=shards * tensor,
     )
-
-
-def _scaled(size: ModelSize, micro_batch: int | None) -> int | None:
-    if size.activation_bytes is None or micro_batch is None:
-        return size.activation_bytes
-    return round(size.activation_bytes * micro_batch / size.micro_batch)
 
 
 def _divided_by(processes: int, factor: float = 1.0) -> Callable[..., int]:

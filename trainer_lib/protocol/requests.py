@@ -116,8 +116,8 @@ class CheckpointMetrics:
 
 
 @dataclass(frozen=True)
-class PredictResult:
-    """A worker's share: Parquet files that it wrote, and rows in them; others may have written the rest."""
+class PartsResult:
+    """A worker's share: files that it wrote, and rows in them; others may have written the rest."""
 
     parts: int
     rows: int
@@ -129,14 +129,6 @@ class MergeResult:
 
     files: tuple[FileEntry, ...]
     agreement: dict[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class ScoreResult:
-    """A worker's share: files that it wrote, and rows in them; others may have written the rest."""
-
-    parts: int
-    rows: int
 
 
 @dataclass(frozen=True)
@@ -350,7 +342,7 @@ class EvaluateCheckpointRequest(ModelRequest[CheckpointMetrics], verb="evaluate_
 
 
 @dataclass(frozen=True, kw_only=True)
-class PredictRequest(ModelRequest[PredictResult], verb="predict", result=PredictResult):
+class PredictRequest(ModelRequest[PartsResult], verb="predict", result=PartsResult):
     """Predict a split with the model exported at `model_url`."""
 
     model_url: str
@@ -377,13 +369,36 @@ class MergeRequest(ModelRequest[MergeResult], verb="merge_adapters", result=Merg
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
+class FoundModelRequest(Request[R], Generic[R]):
+    """The common part of requests about a model by its address.
+
+    Attributes:
+        model: its address.
+        code: SHA-256 of its code, which is trusted.
+        sources: the files with rows for it, in their order.
+        is_on_cpu: it was trained on the CPU although there are devices.
+    """
+
+    functions: ClassVar[tuple[str, ...]] = ()
+    home: ClassVar[str] = "trainer_lib.model_folder"
+
+    model: str
+    code: str
+    sources: tuple[RowFile, ...] = ()
+    is_on_cpu: bool = False
+
+    @property
+    @override
+    def use_cpu(self) -> bool:
+        return self.is_on_cpu
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(FoundModelRequest[PartsResult], verb="score_rows", result=PartsResult):
     """Predict new rows with a trained model, in files of a fixed number of rows.
 
     Attributes:
-        model, digest: the model's address and its SHA-256.
-        code: SHA-256 of its code, which is trusted.
-        sources: the files with the rows, in their order.
+        digest: SHA-256 of the model.
         key: digest of all that decides the predictions.
         id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it.
         ignored: columns that are not for the model.
@@ -391,17 +406,11 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
         rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
         max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
         batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
-        is_on_cpu: the model was trained on the CPU although there are devices.
     """
 
-    functions: ClassVar[tuple[str, ...]] = ()
-    home: ClassVar[str] = "trainer_lib.model_folder"
     uses_devices: ClassVar[bool] = True
 
-    model: str
     digest: str
-    code: str
-    sources: tuple[RowFile, ...]
     key: str
     id_column: str | None = None
     ignored: tuple[str, ...] = ()
@@ -411,12 +420,6 @@ class ScoreRequest(Request[ScoreResult], verb="score_rows", result=ScoreResult):
     max_errors: int = 0
     batch_size: int | None = None
     sort_by: str | None = None
-    is_on_cpu: bool = False
-
-    @property
-    @override
-    def use_cpu(self) -> bool:
-        return self.is_on_cpu
 
 
 @dataclass(frozen=True)
@@ -438,11 +441,11 @@ class MeasureRowsResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result=MeasureRowsResult):
-    """Measure a trained model on labelled rows; `model`, `digest`, `code`, `is_on_cpu` as of `ScoreRequest`.
+class MeasureRowsRequest(FoundModelRequest[MeasureRowsResult], verb="measure_rows", result=MeasureRowsResult):
+    """Measure a trained model on labelled rows.
 
     Attributes:
-        sources: the files with the rows.
+        digest: SHA-256 of the model.
         data, split: the prepared split with the rows in place of files; its own rows decide the resamples.
         metrics: those that are measured besides those of compute_metrics.
         confidence: the probability that an interval holds its metric.
@@ -450,26 +453,15 @@ class MeasureRowsRequest(Request[MeasureRowsResult], verb="measure_rows", result
         wants_outcomes: return what a report shows of the rows.
     """
 
-    functions: ClassVar[tuple[str, ...]] = ()
-    home: ClassVar[str] = "trainer_lib.model_folder"
     uses_devices: ClassVar[bool] = True
 
-    model: str
     digest: str
-    code: str
-    sources: tuple[RowFile, ...] = ()
     data: PreparedData | None = None
     split: str = ""
     metrics: tuple[MetricCall, ...] = ()
     confidence: float = 0.95
     resamples: int = 1000
     wants_outcomes: bool = False
-    is_on_cpu: bool = False
-
-    @property
-    @override
-    def use_cpu(self) -> bool:
-        return self.is_on_cpu
 
 
 @dataclass(frozen=True)
@@ -482,19 +474,13 @@ class ExportResult:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExportRequest(Request[ExportResult], verb="export_model", result=ExportResult):
-    """Write a trained model for another program into the folder `output`; `model` and `code` as of `ScoreRequest`.
+class ExportRequest(FoundModelRequest[ExportResult], verb="export_model", result=ExportResult):
+    """Write a trained model for another program into the folder `output`.
 
     `form`: torch-export, onnx, transformers or gguf. Outputs are compared on rows of `sources`; none: at random.
     """
 
-    functions: ClassVar[tuple[str, ...]] = ()
-    home: ClassVar[str] = "trainer_lib.model_folder"
-
-    model: str
-    code: str
     form: str
-    sources: tuple[RowFile, ...] = ()
 
 
 @dataclass(frozen=True)

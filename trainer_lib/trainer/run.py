@@ -15,14 +15,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from types import FrameType
 from typing import Any
 
 from trainer_lib.data.loading.loader import TrainSource
-from trainer_lib.distributed.communicator import Communicator, Pending
+from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import InfrastructureError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.trainer.history import Spike, StepHistory
@@ -46,7 +46,7 @@ class StopRequest:
         self._old: dict[int, Any] = {}
         self.requested = False  # of this process; other ranks may not know of it yet
         self._agreed = False
-        self._pending: Pending | None = None
+        self._pending: Callable[[], bool] | None = None
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -73,7 +73,7 @@ class StopRequest:
         if self._comm.world_size == 1:
             self._agreed = self.requested
         elif self._pending is not None:
-            self._agreed = self._agreed or self._pending.result()
+            self._agreed = self._agreed or self._pending()
             self._pending = None
         return self._agreed
 

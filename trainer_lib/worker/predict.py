@@ -19,7 +19,7 @@ from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.locks.shared_parts import SharedParts
-from trainer_lib.protocol.requests import PredictRequest, PredictResult
+from trainer_lib.protocol.requests import PartsResult, PredictRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_weights
@@ -27,7 +27,7 @@ from trainer_lib.worker.process.events import Pace
 from trainer_lib.worker.process.session import Work
 
 
-def run(work: Work[PredictRequest]) -> PredictResult:
+def run(work: Work[PredictRequest]) -> PartsResult:
     """Predict the parts of one split that no other worker takes; returns when every part is finished."""
     request = work.request
     store = Store.open(request.output, field="storage")
@@ -48,7 +48,7 @@ def run(work: Work[PredictRequest]) -> PredictResult:
             written, rows = written + 1, rows + stop - start
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
-    return PredictResult(written, rows)
+    return PartsResult(written, rows)
 
 
 def _write(
