@@ -10,6 +10,7 @@ which can run code when they are loaded. No torch here.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import itertools
 import json
@@ -25,7 +26,6 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 
 TRANSFORMERS = "transformers"
-_IMPORT = "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed."
 # Few names, all of which trainflow never writes: a folder that matches is protected from deletion.
 _NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.ckpt", "*.distcp", ".metadata", "global_step*", "*_fsdp_*")
 
@@ -224,22 +224,16 @@ def set_aside_damaged(root: Store, name: str, problems: list[str]) -> str:
     `problems` has a line for each file. Returns a line for a log. A store that cannot be written leaves it as it is.
     """
     store = root.child(name)
-    return f"{store.url} is damaged and will not be used: {'; '.join(problems)}{_record_damage(store, problems)}"
-
-
-def _record_damage(store: Store, problems: list[str]) -> str:
-    """Write DAMAGED.json and delete COMMIT.json, in this order; returns a note on the outcome."""
+    commit, outcome = b"", f"set aside, see {DAMAGED}"
     try:
-        try:
+        with contextlib.suppress(DamagedError):  # too large to keep a copy of
             commit = store.read_if_exists(COMMIT, limit=LIMIT) or b""
-        except DamagedError:  # too large to keep a copy of
-            commit = b""
         record = {"problems": problems, "commit": commit.decode(errors="replace")}
         store.write_bytes(DAMAGED, json.dumps(record, indent=1).encode())
-        store.delete(COMMIT)
+        store.delete(COMMIT)  # in this order
     except StorageError as error:  # a read-only store: the damage is found again each time
-        return f" (it could not be set aside: {error.message})"
-    return f" (set aside, see {DAMAGED})"
+        outcome = f"it could not be set aside: {error.message}"
+    return f"{store.url} is damaged and will not be used: {'; '.join(problems)} ({outcome})"
 
 
 @dataclass(frozen=True)
@@ -285,7 +279,7 @@ _KINDS = (
         TRANSFORMERS,
         ("trainer_state.json", "optimizer.pt", "rng_state*.pth", "training_args.bin", "scheduler.pt"),
         "a checkpoint of the transformers Trainer",
-        _IMPORT,
+        "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed.",
     ),
     Foreign(
         "weights",

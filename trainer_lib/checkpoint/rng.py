@@ -41,7 +41,9 @@ def restore_rng(state: dict[str, Any]) -> None:
         # Parsed before the first generator is set, so that a malformed state changes none.
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
         device = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
-        number = _xla_state(state.get("xla", 0))
+        number = state.get("xla", 0)
+        if type(number) is not int or not 0 <= number < 2**64:
+            raise ValueError("XLA's state is not an unsigned 64-bit number")
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(device["torch"])
@@ -70,12 +72,6 @@ def _numpy_state(saved: Any) -> tuple[Any, ...]:
     if not isinstance(keys, list) or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
         raise ValueError("NumPy's state is not a Mersenne Twister's")
     return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
-
-
-def _xla_state(saved: Any) -> int:
-    if type(saved) is not int or not 0 <= saved < 2**64:
-        raise ValueError("XLA's state is not an unsigned 64-bit number")
-    return saved
 
 
 def encode_state(state: torch.Tensor) -> str:

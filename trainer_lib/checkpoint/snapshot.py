@@ -81,15 +81,6 @@ class Snapshot:
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 
-def select_part(snapshot: Snapshot, rank: int) -> Snapshot:
-    """The part of a snapshot that a rank writes: everything on rank 0, on the others what is theirs alone."""
-    if rank == 0:
-        return snapshot
-    # Only rank 0's copy of what all ranks have alike is written.
-    alone = {name: getattr(snapshot, name) for name in ("rng", "parts", "extra", "copies", "place")}
-    return Snapshot(snapshot.step, {}, **alone)
-
-
 def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
     """Replace sharded tensors by this rank's parts of them; a snapshot of whole tensors stays. Raises ConfigError."""
     if not is_any_sharded(snapshot.model):  # equal on every rank, so all ranks go the same way
@@ -193,7 +184,10 @@ def bytes_to_copy(tensors: Iterable[Tensor]) -> int:
 
 def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:
     """Copy what this rank writes of a snapshot; the copy is valid until `memory` is used again."""
-    own = select_part(snapshot, rank)
+    own = snapshot
+    if rank != 0:  # only rank 0's copy of what all ranks have alike is written
+        alone = {name: getattr(snapshot, name) for name in ("rng", "parts", "extra", "copies", "place")}
+        own = Snapshot(snapshot.step, {}, **alone)
     optimizer = own.optimizer
     # One call for all tensors, keyed by their file: the block is one, and ties may cross the model and the optimizer.
     live = {(layout.MODEL, name): tensor for name, tensor in own.model.items()}

@@ -56,7 +56,7 @@ from trainer_lib.storage import Store, relative_problem
 from trainer_lib.storage.commit import COMMIT, Commit, FileEntry, write_commit
 
 if TYPE_CHECKING:
-    from trainer_lib.distributed.communicator import Communicator, Pending
+    from trainer_lib.distributed.communicator import Communicator
 
 WriteFiles = Callable[[Path], None]
 """Writes files into a local folder; called on every rank."""
@@ -201,12 +201,17 @@ class _Save:
             written = run_on_all_ranks(self.comm, lambda: _write_rank(self.store, self.snapshot, self.comm.rank))
             files = self._gather_files(written)
             files += [entry for path, entry in added.items() if path not in {known.path for known in files}]
-            commit = self._on_first_rank(lambda: _commit(self.store, files, self._meta(), self.claim))
+            # The ranks of an imported checkpoint count too: `more_rngs` holds their random states.
+            ranks = self.comm.world_size + len(self.snapshot.more_rngs)
+            meta = {**self.snapshot.meta, "step": self.snapshot.step, "world_size": ranks}
+            commit = self._on_first_rank(lambda: _commit(self.store, files, meta, self.claim))
         except TrainflowError:
             if self.comm.rank == 0:
                 _delete_failed_save(self.store, self.claim)
             raise
-        return self._announce(commit)
+        record = self.comm.broadcast_json(None if commit is None else asdict(commit))
+        committed = tuple(FileEntry(**entry) for entry in record["files"])
+        return CheckpointInfo(self.snapshot.step, self.name, self.store.url, Commit(**{**record, "files": committed}))
 
     def _on_first_rank(self, work: Callable[[], Result]) -> Result | None:
         """Run `work` on rank 0; the other ranks wait for it, and raise what it raises. Collective."""
@@ -244,17 +249,6 @@ class _Save:
             )
             files += [index] if index is not None else []
         return files
-
-    def _meta(self) -> dict[str, Any]:
-        # The ranks of an imported checkpoint count too: `more_rngs` holds their random states.
-        ranks = self.comm.world_size + len(self.snapshot.more_rngs)
-        return {**self.snapshot.meta, "step": self.snapshot.step, "world_size": ranks}
-
-    def _announce(self, commit: Commit | None) -> CheckpointInfo:
-        """Every rank gets rank 0's commit. Collective."""
-        record = self.comm.broadcast_json(None if commit is None else asdict(commit))
-        committed = tuple(FileEntry(**entry) for entry in record["files"])
-        return CheckpointInfo(self.snapshot.step, self.name, self.store.url, Commit(**{**record, "files": committed}))
 
 
 # -- the folder --------------------------------------------------------------------------------------------------------
@@ -412,7 +406,7 @@ class BackgroundSaver:
         self._channel = disk.twin(timeout_s)
         self._keep = keep
         self._job: Future[CheckpointInfo] | None = None
-        self._unfinished: Pending | None = None
+        self._unfinished: Callable[[], bool] | None = None
         """The question, on its way since the last `has_ended`, whether any rank is still writing."""
 
     @property
@@ -442,7 +436,7 @@ class BackgroundSaver:
         if self._comm.world_size == 1:
             return self._job.done()
         # The answer to the question of the step before: nothing waits for a message here.
-        has_ended = self._unfinished is not None and not self._unfinished.result()
+        has_ended = self._unfinished is not None and not self._unfinished()
         self._unfinished = None if has_ended else self._comm.any_later(not self._job.done())
         return has_ended
 
@@ -450,7 +444,7 @@ class BackgroundSaver:
         """Wait for the save under way and return what it committed. Collective. Raises as `save_checkpoint`."""
         pending, self._unfinished = self._unfinished, None
         if pending is not None:  # every rank asked at the last step boundary, so every rank has to take the answer
-            pending.result()
+            pending()
         return self.finish_without_agreement()
 
     def finish_without_agreement(self) -> CheckpointInfo:

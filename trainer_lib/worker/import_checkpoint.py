@@ -10,16 +10,18 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.checkpoint.catalogue import read_checkpoint_info
-from trainer_lib.checkpoint.foreign.foreign_model import converted, from_config, load_adapter
-from trainer_lib.checkpoint.foreign.source import (
+from trainer_lib.checkpoint.layout import checkpoint_name
+from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.transformers_checkpoint import (
     Source,
     convert_optimizer,
     convert_scheduler,
+    converted,
     derive_position,
+    from_config,
+    load_adapter,
     read_source,
 )
-from trainer_lib.checkpoint.layout import checkpoint_name
-from trainer_lib.checkpoint.snapshot import Snapshot
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError

@@ -20,9 +20,9 @@ from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.checkpoint import catalogue, sharded
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
-from trainer_lib.checkpoint.foreign.source import read_source
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.checkpoint.sharded import ShardedTensors
+from trainer_lib.checkpoint.transformers_checkpoint import read_source
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.distributed.sharding import Box

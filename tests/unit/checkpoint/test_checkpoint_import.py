@@ -25,9 +25,8 @@ from tests.support.imported import SETTINGS, import_here, peer_run
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
 from tests.support.training import losses, trainer
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint
-from trainer_lib.checkpoint.foreign.foreign_model import from_config
-from trainer_lib.checkpoint.foreign.source import derive_position, read_torch_file
 from trainer_lib.checkpoint.reader import load_checkpoint
+from trainer_lib.checkpoint.transformers_checkpoint import derive_position, from_config, read_torch_file
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import TrainerState

@@ -17,8 +17,8 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import MetricCall
 from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import PrinterCallback, ProgressCallback
-from trainer_lib.checkpoint.foreign.foreign_model import load_adapter
 from trainer_lib.checkpoint.tensors import read_safetensors
+from trainer_lib.checkpoint.transformers_checkpoint import load_adapter
 from trainer_lib.data.loading.collators import StoredRowsCollator, default_data_collator
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.metrics import is_metric_object

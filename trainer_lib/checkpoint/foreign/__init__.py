@@ -1,1 +1,0 @@
-"""Checkpoints of the transformers Trainer, imported; `catalogue` recognises folders of other programs."""
