@@ -67,10 +67,7 @@ def process_table() -> dict[int, tuple[int, str, str]]:
 
 def start_time(pid: int) -> str | None:
     """Return the start time of a living process; None if there is none with this pid, or only a zombie."""
-    if Path("/proc/self/stat").exists():
-        row = _read_stat(pid)
-    else:
-        row = _table_from_ps().get(pid)
+    row = _row_of(pid)
     return None if row is None or row[2] in "ZX" else row[1]
 
 
@@ -81,7 +78,7 @@ def is_alive(process: Process) -> bool:
 
 def is_gone(process: Process) -> bool:
     """Whether this process has certainly ended; False where the system hides the processes of other users (hidepid)."""
-    row = _read_stat(process.pid) if Path("/proc/self/stat").exists() else _table_from_ps().get(process.pid)
+    row = _row_of(process.pid)
     if row is not None:
         return row[2] in "ZX" or row[1] != process.start
     if process.pid <= 0:  # to a kill these are groups of processes
@@ -126,14 +123,17 @@ def descendants(root: int) -> set[Process]:
     return found
 
 
+def _row_of(pid: int) -> tuple[int, str, str] | None:
+    return _read_stat(pid) if Path("/proc/self/stat").exists() else _table_from_ps().get(pid)
+
+
 def _read_stat(pid: int) -> tuple[int, str, str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except OSError:
         return None
-    fields = text[
-        text.rindex(")") + 2 :
-    ].split()  # the program's name, in parentheses, may contain spaces and parentheses
+    # The program's name, in parentheses, may contain spaces and parentheses.
+    fields = text[text.rindex(")") + 2 :].split()
     return int(fields[1]), fields[19], fields[0]  # ppid, starttime and state of proc(5), counted after the name
 
 
@@ -197,8 +197,8 @@ class Guard:
 
     def _start(self) -> None:
         self.subreaper = prctl(PR_SET_CHILD_SUBREAPER, 1)
-        environment = {**os.environ, GUARD: f"{os.getpid()}:{start_time(os.getpid())}"}
         guard = os.getpid()
+        environment = {**os.environ, GUARD: f"{guard}:{start_time(guard)}"}
         # A fork instead of Popen: SIGCHLD is handled here, where one waitpid reaps the command and adopted orphans.
         pid = os.fork()
         if pid == 0:

@@ -27,6 +27,7 @@ from typing import Any, Self
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.parser import add_old_names
+from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.errors import ConfigError, MissingExtraError
 
 #: The names to replace, by the module of transformers that defines them.
@@ -45,19 +46,6 @@ _DEFINED_IN: Mapping[str, tuple[str, ...]] = {
         *("SaveStrategy", "SchedulerType", "TrainOutput", "get_last_checkpoint"),
     ),
 }
-#: The trackers' callbacks: our own call the originals, so these keep their place in `integration_utils`.
-_TRACKERS = (
-    *(
-        "AzureMLCallback",
-        "ClearMLCallback",
-        "CodeCarbonCallback",
-        "CometCallback",
-        "DVCLiveCallback",
-        "DagsHubCallback",
-    ),
-    *("FlyteCallback", "KubeflowCallback", "MLflowCallback", "NeptuneCallback", "SwanLabCallback"),
-    *("TensorBoardCallback", "TrackioCallback", "WandbCallback"),
-)
 #: A class derived from one of these would not be ours; any other name may be imported before.
 _DECISIVE = ("Trainer", "Seq2SeqTrainer", "TrainingArguments", "Seq2SeqTrainingArguments")
 _ABSENT = object()
@@ -134,7 +122,10 @@ def install() -> Installation:
         return Installation()
     if importlib.util.find_spec("transformers") is None:
         raise MissingExtraError("There is nothing to replace without transformers.", extra="transformers")
-    originals = _originals()
+    originals: dict[str, Any] = {}  # an older version has not all of the names
+    for home, names in _DEFINED_IN.items():
+        module = importlib.import_module(home)
+        originals |= {name: vars(module)[name] for name in names if name in vars(module)}
     _refuse_early_imports({name: originals[name] for name in _DECISIVE})
     installation = Installation()
     installation.replace(list(_places(originals)))
@@ -152,22 +143,14 @@ def uninstall() -> None:
         _installed.pop().undo()
 
 
-def _originals() -> dict[str, Any]:
-    """The objects of transformers by name; a name that an older version does not have is left out."""
-    found: dict[str, Any] = {}
-    for home, names in _DEFINED_IN.items():
-        module = importlib.import_module(home)
-        found |= {name: vars(module)[name] for name in names if name in vars(module)}
-    return found
-
-
 def _places(originals: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str]]:
     """Every name to replace, with the module that other code imports it from."""
     for module in map(importlib.import_module, _DEFINED_IN):
         # A module that defines another name gets it from its neighbours: scripts import `TrainerState` from anywhere.
         yield from ((module, name) for name, original in originals.items() if vars(module).get(name) is original)
+    # The trackers' callbacks: our own call the originals, so these keep their place in `integration_utils`.
     trackers = importlib.import_module("transformers.integrations")
-    yield from ((trackers, name) for name in _TRACKERS if name in dir(trackers))
+    yield from ((trackers, row.callback) for row in REPORTERS.values() if row.callback in dir(trackers))
 
 
 def _packages() -> Iterator[ModuleType]:

@@ -44,14 +44,11 @@ def from_record(kind: type[T], record: object, *, name: str = "", ignore_unknown
     unknown = [key for key in record if key not in known]
     if unknown and not ignore_unknown:
         raise _mismatch(f"{kind.__name__} has no such field.", _join(name, unknown[0]), record[unknown[0]])
-    missing = [key for key, field in known.items() if key not in record and _is_required(field)]
+    required = [key for key, field in known.items() if field.default is field.default_factory is MISSING]
+    missing = [key for key in required if key not in record]
     if missing:
         raise _mismatch(f"{kind.__name__} needs this field.", _join(name, missing[0]))
     return kind(**{key: _decoded(hints[key], record[key], _join(name, key)) for key in known if key in record})
-
-
-def _is_required(field: Field[Any]) -> bool:
-    return field.default is MISSING and field.default_factory is MISSING
 
 
 def _encoded(value: Any) -> Any:

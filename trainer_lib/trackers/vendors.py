@@ -131,8 +131,12 @@ class TrackingCallback(TrainerCallback):
     def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
         self._started = True
         self._mark_open()
+        config = getattr(model, "config", None)
+        to_dict = getattr(config, "to_dict", None)
+        values = to_dict() if callable(to_dict) else config
+        params = {**(values if isinstance(values, Mapping) else {}), **args.to_sanitized_dict()}
         for tracker in self.trackers:
-            tracker.start(run_name=args.run_name, params=_params(args, model), resume_step=resume_step)
+            tracker.start(run_name=args.run_name, params=params, resume_step=resume_step)
 
     def _mark_open(self) -> None:
         if not self._open:
@@ -143,14 +147,6 @@ class TrackingCallback(TrainerCallback):
         # The interpreter leaves the exception that ended the program in `sys.last_value`.
         error = getattr(sys, "last_value", None)
         self.close("KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED")
-
-
-def _params(args: Any, model: Any) -> dict[str, Any]:
-    """The model's configuration, if it has one, overlaid with the arguments."""
-    config = getattr(model, "config", None)
-    to_dict = getattr(config, "to_dict", None)
-    values = to_dict() if callable(to_dict) else config
-    return {**(values if isinstance(values, Mapping) else {}), **args.to_sanitized_dict()}
 
 
 def _missing(row: Reporter) -> list[str]:

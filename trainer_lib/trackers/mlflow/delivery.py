@@ -15,6 +15,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -221,22 +222,15 @@ class Delivery:
             _log.warning("%s", mask(text))
 
 
+@dataclass(frozen=True)
 class _RunDelivery:
     """One pass over the sessions of one run: its workers' first, each kind oldest first."""
 
-    def __init__(
-        self,
-        client: MlflowClient,
-        root: Path,
-        group: Sequence[Session],
-        warn: Callable[[str], None],
-        location: str | None,
-    ) -> None:
-        self._client = client
-        self._location = location
-        self._root = root
-        self._group = group
-        self._warn = warn
+    _client: MlflowClient
+    _root: Path
+    _group: Sequence[Session]
+    _warn: Callable[[str], None]
+    _location: str | None
 
     def deliver(self) -> None:
         """Send what the sessions held when the pass began, and remove those that are over."""
