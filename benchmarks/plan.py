@@ -96,7 +96,7 @@ def compare_once(folder: Path, case: Case, *, seed: int) -> dict[str, Any]:
     ran = _command(["run", *words, "--json"], environment)
     [train] = [each for each in ran["stages"] if each["stage"] == "train"]
     manifest = StageManifest.from_dict(train["manifest"])
-    spent = Goodput.of(Ledger(manifest.store()))
+    spent = Goodput.of(Ledger(manifest.store()).records())
     parts = {"planned": planned_parts(planned), "actual": actual_parts(spent, train["seconds"])}
     halves = {"planned": planned_numbers(planned), "actual": actual_numbers(manifest, train["seconds"])}
     return {**halves, "parts": parts, "load_1min": round(os.getloadavg()[0], 2)}

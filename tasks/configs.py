@@ -21,13 +21,23 @@ from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, is_less
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import StopEarly
-from trainflow.tasks.settings.evaluate_settings import BenchmarkList, read_metric, read_metric_list, read_requirement
-from trainflow.tasks.settings.keyed_settings import Affects as Affects
-from trainflow.tasks.settings.keyed_settings import KeyedSettings as KeyedSettings
-from trainflow.tasks.settings.keyed_settings import RecipePath, nothing, refuse_unknown, result, selection
-from trainflow.tasks.settings.keyed_settings import Settings as Settings
-from trainflow.tasks.settings.keyed_settings import setting as setting
-from trainflow.tasks.settings.prepare_settings import MixtureField, RunnerSettings, fill_sources
+from trainflow.tasks.settings import (
+    BenchmarkList,
+    KeyedSettings,
+    MixtureField,
+    RecipePath,
+    RunnerSettings,
+    Settings,
+    fill_sources,
+    nothing,
+    read_metric,
+    read_metric_list,
+    read_requirement,
+    refuse_unknown,
+    result,
+    selection,
+)
+from trainflow.tasks.settings import setting as setting
 
 _INTERVALS = ("steps", "epoch")
 
@@ -47,12 +57,6 @@ class StopEarlySettings(Settings):
     def to_request(self) -> StopEarly:
         """These settings as the worker takes them."""
         return StopEarly(self.patience, self.threshold)
-
-    @property
-    def wants_greater(self) -> bool:
-        """Whether a greater metric is better."""
-        known = self.greater_is_better
-        return not is_less_better(self.metric.removeprefix("eval_")) if known is None else known
 
 
 def fill_arguments(section: Any) -> Any:
@@ -76,12 +80,13 @@ def fill_arguments(section: Any) -> Any:
     if intervals[0] not in (None, *_INTERVALS):
         what = "it needs evaluations while training: set train.args.eval_strategy to steps or epoch, or remove it."
         raise PydanticCustomError("no_evaluations", "{what}", {"what": what})
+    greater = chosen.greater_is_better
     interval = next((interval for interval in intervals if interval in _INTERVALS), "epoch")
     wanted: dict[str, Any] = {
         "eval_strategy": interval,
         "save_strategy": interval,
         "metric_for_best_model": chosen.metric,
-        "greater_is_better": chosen.wants_greater,
+        "greater_is_better": not is_less_better(chosen.metric.removeprefix("eval_")) if greater is None else greater,
         "load_best_model_at_end": True,
         "save_total_limit": 2,  # the best and the last
     }
@@ -179,15 +184,13 @@ class PrepareConfig(StageSettings):
         return fill_sources(section)
 
 
-def _split_command(value: Any) -> Any:
-    return shlex.split(value) if isinstance(value, str) else value
-
-
 class PreemptionSettings(Settings):
     """train.preemption: where notice is given that this machine is about to be taken away."""
 
     file: str | None = Field(default=None, description="File whose appearance is the notice.")
-    command: Annotated[list[str], BeforeValidator(_split_command)] = Field(
+    command: Annotated[
+        list[str], BeforeValidator(lambda value: shlex.split(value) if isinstance(value, str) else value)
+    ] = Field(
         default_factory=list, description="Program and arguments; exit code 0 is the notice. Started without a shell."
     )
     url: str | None = Field(

@@ -114,10 +114,6 @@ class Evaluations:
         """Record an evaluation; False when another process has recorded one of the same checkpoint."""
         return self._folder.create(f"{evaluation.id}.json", render_sealed({"format": 1, **evaluation.to_dict()}))
 
-    def acquire(self, info: CheckpointInfo, *, give_up: Callable[[], bool], poll_s: float) -> Lease | None:
-        """Take the lease of a checkpoint's evaluation; None when another process has it and `give_up` returns True."""
-        return acquire_lease(self.workplace(info), wait=give_up, poll_s=poll_s)
-
     def workplace(self, info: CheckpointInfo) -> Store:
         """The folder of a checkpoint's evaluation, while there is one: its lease, and what its workers spool."""
         return self._folder.child("claims", _id_of(info.name, info.commit.content_digest))
@@ -365,18 +361,14 @@ class Follower:
 
     def _take(self, due: Sequence[CheckpointInfo], *, wait: bool) -> tuple[CheckpointInfo, Lease] | None:
         """The first that no other process evaluates, with its lease; None when other processes have all of them."""
-        for info in due:
-            lease = self._evaluations.acquire(info, give_up=lambda: True, poll_s=self._job.poll_s)
-            if lease is not None:
-                return info, lease
-        if not wait:
-            return None
-        for info in due:
-            self._listener.say(f"Another process evaluates the checkpoint of step {info.step}.")
-            settled = partial(self._is_settled, info)
-            lease = self._evaluations.acquire(info, give_up=settled, poll_s=self._job.poll_s)
-            if lease is not None:
-                return info, lease
+        for waits in (False, True) if wait else (False,):
+            for info in due:
+                if waits:
+                    self._listener.say(f"Another process evaluates the checkpoint of step {info.step}.")
+                settled = partial(self._is_settled, info) if waits else lambda: True
+                place = self._evaluations.workplace(info)
+                if (lease := acquire_lease(place, wait=settled, poll_s=self._job.poll_s)) is not None:
+                    return info, lease
         return None
 
     def _is_settled(self, info: CheckpointInfo) -> bool:
@@ -468,7 +460,5 @@ class Follower:
             self._listener.say(str(event.get("message")))
 
     def _log(self, evaluation: Evaluation) -> None:
-        if self._points is None or self._evaluations.is_logged(evaluation):
-            return
-        if self._points.log(evaluation):
+        if self._points is not None and not self._evaluations.is_logged(evaluation) and self._points.log(evaluation):
             self._evaluations.note_logged(evaluation, self._points.handle.token)

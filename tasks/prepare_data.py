@@ -12,7 +12,7 @@ from trainflow.tasks.configs import PrepareConfig
 from trainflow.tasks.keys import sources
 from trainflow.tasks.keys.keys import prepare_key
 from trainflow.tasks.keys.stage_code import code_of
-from trainflow.tasks.settings.prepare_settings import check_runner
+from trainflow.tasks.settings import check_runner
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest

@@ -39,7 +39,6 @@ from trainflow.tasks.model.model_lineage import add_lineage, describe_lineage, k
 from trainflow.tasks.model.outcome_tables import read_outcomes
 from trainflow.tasks.model.portable_model import (
     TrainedModel,
-    asset_sources,
     code_texts,
     describe_model,
     published_model,
@@ -187,7 +186,7 @@ def _content(
     lineage = {"data_digest": data.content_digest, "stages": {result.stage: result.key for result in inputs}}
     if trained is not None:
         weights = tuple(FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(of_model.items()))
-        files |= asset_sources(trained.description, data)
+        files |= {entry.path: Source(data.store(), entry) for entry in trained.description.assets}
         texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
     return Content(files, texts, lineage)
 

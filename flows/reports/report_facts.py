@@ -126,7 +126,7 @@ def describe_conversations(shown: Sequence[Mapping[str, Any]]) -> Section:
 
 def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:
     """The time of training by use, as rows of a table; none before an attempt has ended."""
-    goodput = Goodput() if ledger is None else Goodput.of(ledger)
+    goodput = Goodput() if ledger is None else Goodput.of(ledger.records())
     rows = goodput.rows()
     facts = None if training is None else training.facts
     if (mfu := getattr(facts, "mfu", None)) is not None:

@@ -22,8 +22,7 @@ from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.keys import refuse_project_modules
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings.evaluate_settings import check_benchmarks
-from trainflow.tasks.settings.prepare_settings import check_runner
+from trainflow.tasks.settings import check_benchmarks, check_runner
 
 if TYPE_CHECKING:
     from trainflow.flows.spec.spec import PipelineSpec

@@ -41,8 +41,7 @@ from trainflow.tasks.configs import (
     TrainConfig,
 )
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings.evaluate_settings import list_tasks
-from trainflow.tasks.settings.keyed_settings import Duration, RecipePath
+from trainflow.tasks.settings import Duration, RecipePath, list_tasks
 from trainflow.tasks.tracking.notifying import NotifySettings
 
 if TYPE_CHECKING:

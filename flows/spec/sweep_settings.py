@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from trainflow.tasks.configs import Settings
+from trainflow.tasks.settings import Settings
 
 SWEEP, TRIAL, OBJECTIVE = "trainflow.sweep", "trainflow.trial", "trainflow.objective"
 """Tags of the runs of a sweep: its name, the number of the trial, and the metrics that it is for."""

@@ -179,7 +179,7 @@ def _facts(model: StageManifest[TrainFacts]) -> dict[str, Any]:
 def _training_time(model: StageManifest) -> str | None:
     """The time of all attempts, with what was lost; None where it is not recorded."""
     try:
-        seconds = Goodput.of(Ledger(model.store())).all_s
+        seconds = Goodput.of(Ledger(model.store()).records()).all_s
     except TrainflowError:
         return None
     return describe_seconds(seconds) if seconds > 0 else None

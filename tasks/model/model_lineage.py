@@ -74,6 +74,8 @@ def describe_lineage(
     facts = TrainFacts() if model is None else model.facts
     changed = {"mixture": list(facts.mixture)} if facts.mixture else {}
     tracked, mlflow_id = mlflow or (facts.tracked_run, facts.mlflow_run_id)
+    published = (manifest.facts for manifest in manifests if isinstance(manifest.facts, PublishFacts))
+    fact = next((fact for fact in published if not fact.held), None)
     return Lineage(
         name=name,
         sources=tuple(_sources(keys.get("prepare-data", {}).get("sources"))),
@@ -97,18 +99,9 @@ def describe_lineage(
         arguments={} if model is None else mask_value("", {**changed_arguments(model), **changed}),
         versions=facts.environment or dict(keys.get("train", {}).get("versions") or {}),
         run=run,
-        publication=_publication_link(manifests),
+        publication=fact and PublicationLink(revision=fact.revision, content_digest=fact.published_digest),
         files=tuple(files),
     )
-
-
-def _publication_link(manifests: Sequence[StageManifest]) -> PublicationLink | None:
-    """The publication of the run's model; None where it was not published."""
-    facts = (manifest.facts for manifest in manifests if isinstance(manifest.facts, PublishFacts))
-    links = [
-        PublicationLink(revision=fact.revision, content_digest=fact.published_digest) for fact in facts if not fact.held
-    ]
-    return links[0] if links else None
 
 
 def add_lineage(content: Content, lineage: Lineage) -> Content:

@@ -32,6 +32,8 @@ MODEL = "model/"
 _ASSETS = f"{ASSETS}/"
 ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "base_model.json")
+# Arguments that say where to write and report: they decide no prediction.
+_ELSEWHERE = ("output_dir", "logging_dir", "report_to", "run_name", "hub_model_id", "hub_token", "push_to_hub")
 _MERGED = "merged"
 """Folder of the stage that holds the merged weights until they are published."""
 
@@ -74,7 +76,7 @@ def describe_model(
         assets=tuple(entry for entry in data.files if entry.path.startswith(_ASSETS) and entry.path not in private),
         model=model.facts.model,
         options=config.options,
-        args=_lasting(sent_arguments(config.args, context)),
+        args={name: value for name, value in sent_arguments(config.args, context).items() if name not in _ELSEWHERE},
         info=data.facts.info,
         rows={name: split.rows for name, split in data.facts.splits.items()},
         columns=columns,
@@ -106,11 +108,6 @@ def refuse_tokens(code: Mapping[str, bytes]) -> None:
                 what = "The code would be published with the model, and this line holds a token or a password."
                 remedy = "Read it from an environment variable, or set publish.code=false."
                 raise ConfigError(what, field="publish.code", value=f"{name}:{number}", remedy=remedy)
-
-
-def asset_sources(description: ModelDescription, data: StageManifest[PrepareFacts]) -> dict[str, Source]:
-    """The files that `prepare` wrote for the model, by their path in a publication."""
-    return {entry.path: Source(data.store(), entry) for entry in description.assets}
 
 
 def code_texts(trained: TrainedModel) -> dict[str, bytes]:
@@ -152,12 +149,6 @@ def _module_path(closure: Closure, names: Iterable[str]) -> tuple[str, ...]:
     outside = [name.partition("/")[0] for name in sorted(names) if name.startswith("(") and "/" in name]
     used = [place for place in inside if place == "." or any(name.startswith(f"{place}/") for name in names)]
     return tuple(dict.fromkeys([*used, *outside]))
-
-
-def _lasting(args: dict[str, object]) -> dict[str, object]:
-    """The arguments without those that say where to write and report: they decide no prediction."""
-    elsewhere = ("output_dir", "logging_dir", "report_to", "run_name", "hub_model_id", "hub_token", "push_to_hub")
-    return {name: value for name, value in args.items() if name not in elsewhere}
 
 
 def require_adapters(config: PublishConfig, model: StageManifest[TrainFacts]) -> None:
@@ -206,17 +197,9 @@ def published_model(
             words = "merged weights choose the next token of the adapters in {merge_agreement:.1%} of the places tried"
             message = words.format(**result.agreement)
             _progress.publish({"event": "progress", "stage": attempt.stage, "message": message})
-        yield beside_adapters(trained) | {entry.path: Source(store, entry) for entry in result.files}, result.agreement
+        # The adapters in a separate folder: next to merged weights, transformers would put them on these once more.
+        moved = {path: f"{ADAPTER}/{path}" if PurePosixPath(path).name in _OF_ADAPTERS else path for path in trained}
+        files = {moved[path]: source for path, source in trained.items()}
+        yield files | {entry.path: Source(store, entry) for entry in result.files}, result.agreement
     finally:
         store.delete_tree()
-
-
-def beside_adapters(trained: Mapping[str, Source]) -> dict[str, Source]:
-    """The files of a model with adapters, the adapters in a folder of their own.
-
-    Beside merged weights, transformers would put them on these once more.
-    """
-    return {
-        f"{ADAPTER}/{path}" if PurePosixPath(path).name in _OF_ADAPTERS else path: source
-        for path, source in trained.items()
-    }

@@ -19,7 +19,7 @@ from typing_extensions import override
 
 from trainflow.tasks.prefect.prefect_internals import send_queued
 from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
-from trainflow.tasks.settings.prepare_settings import RunnerSettings
+from trainflow.tasks.settings import RunnerSettings
 
 CONNECT_S = 20.0
 

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from trainer_lib.engines.ray import NO_CLUSTER, join_cluster
 from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
-from trainflow.tasks.settings.prepare_settings import RunnerSettings
+from trainflow.tasks.settings import RunnerSettings
 
 ANSWER_S = 20.0
 

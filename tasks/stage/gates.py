@@ -17,7 +17,7 @@ from typing import Any
 from trainer_lib.base.suggestions import nearest
 from trainer_lib.errors import GateError
 from trainflow.tasks.configs import EvaluateConfig
-from trainflow.tasks.settings.evaluate_settings import parse_requirement
+from trainflow.tasks.settings import parse_requirement
 from trainflow.tasks.stage.manifest import StageManifest
 
 _LISTED = 8

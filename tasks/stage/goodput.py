@@ -23,7 +23,6 @@ from datetime import datetime
 from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
-from trainflow.tasks.stage.retry import Ledger
 
 KINDS = ("trained", "evaluated", "saved", "restored")
 """A worker's report, in seconds since it began."""
@@ -42,9 +41,30 @@ class Goodput:
     unknown: int = 0
 
     @classmethod
-    def of(cls, ledger: Ledger) -> Goodput:
-        """Add up what the records of the attempts say."""
-        return add_up(ledger.records())
+    def of(cls, attempts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Goodput:
+        """Add up attempts, each as (record of its start, record of its end, which is empty without one).
+
+        Of the newest attempt that failed, what was trained since its last save is lost; the next attempt, or the next
+        command, trains it again.
+        """
+        sums = dict.fromkeys((*KINDS, "lost", "all"), 0.0)
+        unknown = 0
+        for start, end in attempts:
+            if not end.get("ended") or not start.get("started"):
+                unknown += 1
+                continue
+            spent = _numbers(end.get("spent"))
+            for kind in KINDS:
+                sums[kind] += spent.get(kind, 0.0)
+            # While it waited for devices it held none.
+            began, ended = (datetime.fromisoformat(str(time)) for time in (start["started"], end["ended"]))
+            sums["all"] += max((ended - began).total_seconds() - float(end.get("waited") or 0.0), sum(spent.values()))
+            if end.get("outcome") != "committed":
+                kept = _numbers(end.get("kept")).get("trained", 0.0)
+                lost = max(0.0, spent.get("trained", 0.0) - kept)
+                sums["lost"] += lost
+                sums["trained"] -= lost
+        return cls(**{f"{name}_s": value for name, value in sums.items()}, unknown=unknown)
 
     @property
     def share(self) -> float | None:
@@ -75,35 +95,5 @@ class Goodput:
         return rows
 
 
-def add_up(attempts: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> Goodput:
-    """Add up attempts, each as (record of its start, record of its end, which is empty without one).
-
-    Of the newest attempt that failed, what was trained since its last save is lost; the next attempt, or the next
-    command, trains it again.
-    """
-    sums = dict.fromkeys((*KINDS, "lost", "all"), 0.0)
-    unknown = 0
-    for start, end in attempts:
-        if not end.get("ended") or not start.get("started"):
-            unknown += 1
-            continue
-        spent = _numbers(end.get("spent"))
-        for kind in KINDS:
-            sums[kind] += spent.get(kind, 0.0)
-        # While it waited for devices it held none.
-        took = (_time(end["ended"]) - _time(start["started"])).total_seconds() - float(end.get("waited") or 0.0)
-        sums["all"] += max(took, sum(spent.values()))
-        if end.get("outcome") != "committed":
-            kept = _numbers(end.get("kept")).get("trained", 0.0)
-            lost = max(0.0, spent.get("trained", 0.0) - kept)
-            sums["lost"] += lost
-            sums["trained"] -= lost
-    return Goodput(**{f"{name}_s": value for name, value in sums.items()}, unknown=unknown)
-
-
 def _numbers(record: Any) -> dict[str, float]:
     return {name: float(record[name]) for name in KINDS if name in record} if isinstance(record, Mapping) else {}
-
-
-def _time(text: Any) -> datetime:
-    return datetime.fromisoformat(str(text))

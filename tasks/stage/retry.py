@@ -188,7 +188,7 @@ class Ledger:
         return Past(
             used=sum(error.get("class") not in free for error in errors),
             outages=sum(error.get("class") == StoreUnreachableError.__name__ for error in errors) + unwritten,
-            hung_at=tuple(_step_of(error) for error in errors if error.get("class") == HangError.__name__),
+            hung_at=tuple(error.get("step") for error in errors if error.get("class") == HangError.__name__),
         )
 
     def batch_halvings(self) -> int:
@@ -216,18 +216,13 @@ class Ledger:
             return {}
 
 
-def _position(step: int | None) -> int:
-    return -1 if step is None else step
+def _position(step: object) -> int:
+    return step if isinstance(step, int) else -1
 
 
 def _error_of(end: Mapping[str, Any]) -> Mapping[str, Any]:
     error = end.get("error")
     return error if isinstance(error, dict) else {}
-
-
-def _step_of(error: Mapping[str, Any]) -> int | None:
-    step = error.get("step")
-    return step if isinstance(step, int) else None
 
 
 def halve_training_batch(

@@ -58,7 +58,7 @@ def track_training(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bo
     """
     facts = manifest.facts
     if ran or facts.tracked_run == run.handle.token:
-        goodput = Goodput.of(Ledger(manifest.store()))
+        goodput = Goodput.of(Ledger(manifest.store()).records())
         shares = {"train/goodput": goodput.share, "train/mfu": facts.mfu}
         run.log_metrics({name: value for name, value in shares.items() if value is not None}, facts.global_step or 0)
         run.log_file(json.dumps(goodput.metrics(), indent=2), "goodput.json")

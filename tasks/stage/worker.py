@@ -14,7 +14,7 @@ from trainflow.tasks.configs import EvaluateConfig, LaunchSettings, PredictConfi
 from trainflow.tasks.keys.declared_paths import path_options
 from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.keys.spec_words import in_words_of_spec
-from trainflow.tasks.settings.prepare_settings import RunnerSettings
+from trainflow.tasks.settings import RunnerSettings
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest

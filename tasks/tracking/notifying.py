@@ -17,7 +17,7 @@ from pydantic_core import PydanticCustomError
 
 from trainer_lib.errors import ConfigError, first_line
 from trainer_lib.secrets import mask
-from trainflow.tasks.configs import Settings
+from trainflow.tasks.settings import Settings
 
 BLOCK = "block:"
 End = Literal["finished", "failed", "stopped"]

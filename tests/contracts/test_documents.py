@@ -154,12 +154,11 @@ def test_documented_make_targets_exist() -> None:
 def test_every_field_of_a_spec_is_documented() -> None:
     from trainflow.flows.spec import sweep_settings
     from trainflow.flows.spec.spec import PipelineSpec
-    from trainflow.tasks import configs
-    from trainflow.tasks.settings import prepare_settings
+    from trainflow.tasks import configs, settings
     from trainflow.tasks.tracking import notifying
 
     text = (ROOT / "docs" / "spec.md").read_text(encoding="utf-8")
-    models: list[Any] = [PipelineSpec, prepare_settings.RunnerSettings, notifying.NotifySettings]
+    models: list[Any] = [PipelineSpec, settings.RunnerSettings, notifying.NotifySettings]
     models += [configs.PrepareConfig, configs.TrainConfig, configs.EvaluateConfig, configs.PredictConfig]
     models += [
         configs.StopEarlySettings,

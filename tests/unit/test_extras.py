@@ -25,7 +25,7 @@ from trainer_lib.search.trials import default_hp_space_ray
 from trainer_lib.storage import Store
 from trainflow.flows.sweeps.ledger import Ledger
 from trainflow.tasks.configs import LaunchSettings
-from trainflow.tasks.settings.prepare_settings import RunnerSettings, check_runner
+from trainflow.tasks.settings import RunnerSettings, check_runner
 
 EXTRAS: dict[str, list[str]] = pyproject()["project"]["optional-dependencies"]
 #: They serve those who work on trainflow itself, from a checkout.

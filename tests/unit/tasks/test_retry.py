@@ -15,7 +15,7 @@ from trainer_lib.arguments import TrainingArguments, numeric_fields
 from trainer_lib.base.outputs import find_peak, utilization
 from trainer_lib.storage import Store
 from trainflow.tasks.stage import retry as _retry
-from trainflow.tasks.stage.goodput import add_up
+from trainflow.tasks.stage.goodput import Goodput
 from trainflow.tasks.stage.progress import StageProgress
 from trainflow.tasks.stage.retry import (
     DELAYS_S,
@@ -215,7 +215,7 @@ def end(outcome: str, seconds: int, **times: Any) -> dict[str, Any]:
 def test_what_was_trained_after_the_last_save_of_a_failed_attempt_is_lost() -> None:
     failed = end("failed", 100, spent={"trained": 80.0, "saved": 5.0}, kept={"trained": 60.0, "saved": 5.0})
     done = end("committed", 60, spent={"trained": 40.0, "restored": 4.0, "evaluated": 6.0})
-    found = add_up([(START, failed), (START, done)])
+    found = Goodput.of([(START, failed), (START, done)])
     assert (found.trained_s, found.lost_s, found.all_s) == (100.0, 20.0, 160.0)
     assert (found.saved_s, found.restored_s, found.evaluated_s, found.other_s) == (5.0, 4.0, 6.0, 25.0)
     assert found.share == pytest.approx(100 / 160)
@@ -224,13 +224,13 @@ def test_what_was_trained_after_the_last_save_of_a_failed_attempt_is_lost() -> N
 
 
 def test_nothing_saved_is_all_lost_and_an_attempt_without_an_end_is_named() -> None:
-    found = add_up([(START, end("interrupted", 50, spent={"trained": 40.0})), (START, {}), ({}, {})])
+    found = Goodput.of([(START, end("interrupted", 50, spent={"trained": 40.0})), (START, {}), ({}, {})])
     assert (found.trained_s, found.lost_s, found.unknown) == (0.0, 40.0, 2)
     assert "2 attempts" in dict(found.rows())["not recorded"]
-    open_one = add_up([(START, {})])
+    open_one = Goodput.of([(START, {})])
     assert (open_one.share, open_one.metrics(), open_one.rows()) == (None, {}, [])
     for times in ({}, {"spent": None}, {"spent": [1]}, {"spent": {"trained": 1.0}, "kept": "x"}):  # older versions
-        assert add_up([(START, end("failed", 10, **times))]).all_s == 10.0
+        assert Goodput.of([(START, end("failed", 10, **times))]).all_s == 10.0
 
 
 def test_the_newest_report_of_the_worker_is_kept_with_the_attempt(tmp_path: Any) -> None:
@@ -242,7 +242,7 @@ def test_the_newest_report_of_the_worker_is_kept_with_the_attempt(tmp_path: Any)
     ledger.end(number, "failed", times=progress.times)
     [(_, record)] = ledger.records()
     assert (record["spent"], record["kept"]) == ({"trained": 5.0}, {"trained": 3.0})
-    assert add_up(ledger.records()).lost_s == 2.0
+    assert Goodput.of(ledger.records()).lost_s == 2.0
 
 
 @pytest.mark.parametrize(

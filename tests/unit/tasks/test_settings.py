@@ -22,8 +22,7 @@ from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.keys.keys import metric_packages
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings.evaluate_settings import parse_requirement
-from trainflow.tasks.settings.prepare_settings import RunnerSettings, check_runner
+from trainflow.tasks.settings import RunnerSettings, check_runner, parse_requirement
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest
