@@ -36,12 +36,11 @@ from trainflow.tasks.configs import (
     PrepareConfig,
     PublishConfig,
     RegisterConfig,
-    Settings,
     TrackingConfig,
     TrainConfig,
 )
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.settings import Duration, RecipePath, list_tasks
+from trainflow.tasks.settings import Duration, RecipePath, Settings, list_tasks
 from trainflow.tasks.tracking.notifying import NotifySettings
 
 if TYPE_CHECKING:

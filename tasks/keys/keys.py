@@ -31,7 +31,6 @@ from trainer_lib.hub.base import parse_target
 from trainflow.tasks.code.reach import ORDER, SOURCE, Place, Reach
 from trainflow.tasks.configs import (
     EvaluateConfig,
-    KeyedSettings,
     PredictConfig,
     PrepareConfig,
     PublishConfig,
@@ -48,6 +47,7 @@ from trainflow.tasks.keys.stage_code import (
     reach_of_predict,
     reach_of_train,
 )
+from trainflow.tasks.settings import KeyedSettings
 
 if TYPE_CHECKING:
     from trainflow.tasks.stage.context import StageContext

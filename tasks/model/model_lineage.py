@@ -99,7 +99,9 @@ def describe_lineage(
         arguments={} if model is None else mask_value("", {**changed_arguments(model), **changed}),
         versions=facts.environment or dict(keys.get("train", {}).get("versions") or {}),
         run=run,
-        publication=fact and PublicationLink(revision=fact.revision, content_digest=fact.published_digest),
+        publication=None
+        if fact is None
+        else PublicationLink(revision=fact.revision, content_digest=fact.published_digest),
         files=tuple(files),
     )
 

@@ -23,7 +23,6 @@ from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.configs import (
     EvaluateConfig,
-    KeyedSettings,
     LaunchSettings,
     PredictConfig,
     PreemptionSettings,
@@ -35,7 +34,7 @@ from trainflow.tasks.configs import (
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.keys.keys import Difference, differences, stage_key
 from trainflow.tasks.keys.sources import check, fingerprints
-from trainflow.tasks.settings import RunnerSettings
+from trainflow.tasks.settings import KeyedSettings, RunnerSettings
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, explain_miss, look_up_under, summary
