@@ -83,15 +83,9 @@ def _is_shared(
     """Whether several workers measure ranges of their own: metrics merge, and the model is whole in each process."""
     needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
     args = context.resolver.arguments(request.args)
+    is_divided = args.fsdp or args.deepspeed or read_layout(args)
     has_trainer = code_of(config, context).defines("Trainer")
-    if (
-        not _may_merge(config, context)
-        or has_trainer
-        or needs_all_rows
-        or args.fsdp
-        or args.deepspeed
-        or read_layout(args)
-    ):
+    if not _may_merge(config, context) or has_trainer or needs_all_rows or is_divided:
         return False
     return len(apart(context.resolver.launch(settings, use_cpu=request.use_cpu))) > 1
 

@@ -11,7 +11,7 @@ import dataclasses
 import importlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -19,9 +19,6 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.errors import ConfigError, MissingExtraError
-
-if TYPE_CHECKING:
-    from trainer_lib.arguments import TrainingArguments
 
 
 class Precision:
