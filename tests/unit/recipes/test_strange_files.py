@@ -267,6 +267,8 @@ NESTED = "\n".join(json.dumps({**row, "meta": {"a": [1]}, "spans": [1]}) for row
 FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
     ("a.jsonl", NESTED, "text", {}, "without the column 'meta', 'spans'"),
     ("a.json", PRETTY, "text", {}, ""),
+    ("a.json", json.dumps({"data": TEXTS, "total": 40}, indent=1), "text", {}, ""),
+    ("a.json", json.dumps({"rows": TEXTS}), "text", {}, ""),
     ("a.json", "\ufeff" + json.dumps(TEXTS), "text", {}, ""),
     ("a.csv", SEMICOLONS, "tabular", {}, "read with the separator ';'."),
     ("a.csv", SEMICOLONS.encode("latin-1"), "tabular", {}, "with the encoding cp1252 and the separator ';'."),
@@ -301,7 +303,7 @@ def test_files_of_other_forms_are_read_and_what_is_unusual_is_said(
             "'label' is missing; all rows have the same columns, with",
         ),
         ("a.json", PRETTY[:-9], "a.json: the file begins as a JSON array, which cannot be read"),
-        ("a.json", json.dumps({"data": TEXTS}, indent=1), "give one object a line"),
+        ("a.json", json.dumps({"train": TEXTS, "dev": []}, indent=1), "its keys are 'train', 'dev'; of an object,"),
         ("a.tsv", 'text\tlabel\n"Hi\ta\nbye"\tb', "at this place: a value in quotes has a tab and the end of a line"),
         ("a.csv", "label,text,,\na,b,,\na,b,c,d", "row 1 (line 3): it has 4 values, and the header has 2 names (more"),
         ("a.jsonl", '{"text": ["a", "b"], "label": "a"}\n' * 20, "row 0 (line 1), column 'text': a list is neither"),

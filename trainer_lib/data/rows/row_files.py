@@ -64,6 +64,7 @@ _CONTENTS = {
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
 _SQUAD = ("data", "paragraphs", "qas")
+_WRAPPERS = ("data", "rows", "records", "items", "results", "examples")  # keys of objects that hold all rows
 _HEADER = re.compile(r"(words?|tokens?)\s(.*\s)?(tags?|labels?|ner|ner_tags?|pos)\s*", re.IGNORECASE)
 _PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 _UNREADABLE = (csv.Error, UnicodeDecodeError, pa.ArrowException, *_PACKING, OSError)
@@ -207,7 +208,7 @@ def _name_cells(header: list[str], values: list[Any], written: list[str]) -> dic
 
 
 def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -> Iterator[Raw]:
-    """The rows of lines of JSON, or of a file that is one JSON array."""
+    """The rows of lines of JSON, or of a file that is one JSON array, or an object with an array under a usual key."""
     buffered = _buffer_text(stream, file)
     head = buffered.peek()
     encoding = reading.encoding_of(head)
@@ -217,13 +218,26 @@ def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -
         lines = map(str.encode, read_lines(io.TextIOWrapper(buffered, encoding, newline="\n")))
     may_be_whole = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
     start = head.decode(encoding, "replace").lstrip("\ufeff \t\r\n") if may_be_whole else ""
-    if start.startswith("[") or (start.startswith("{") and all(f'"{name}"' in start for name in _SQUAD)):
+    first = [next(lines)] if start.startswith("{") else []
+    lines = itertools.chain(first, lines)
+    if start.startswith("[") or any(map(_is_whole, first)):
         rows = _parse_whole(lines, file)
         yield from ((None, partial(rows.__getitem__, number)) for number in range(len(rows)))
     for number, text in enumerate(lines, start=1):
         line = text.removeprefix(_BOM) if number == 1 else text
         if not line.isspace():
             yield number, partial(_parse_json, line)
+
+
+def _is_whole(line: bytes) -> bool:
+    """Whether a first line begins an object over several lines, or has all rows under a usual key."""
+    if not line.rstrip().endswith(b"}"):
+        return not line.isspace()
+    try:
+        whole = _parse_json(line.removeprefix(_BOM))
+    except ValueError:
+        return False
+    return isinstance(whole, dict) and any(isinstance(whole.get(name), list) for name in _WRAPPERS)
 
 
 def _parse_whole(lines: Iterator[bytes], file: RowFile) -> list[Any]:
@@ -237,15 +251,22 @@ def _parse_whole(lines: Iterator[bytes], file: RowFile) -> list[Any]:
         whole = _parse_json(bytes(content.removeprefix(_BOM)))
         if isinstance(whole, list):
             return whole
+        lists = [whole[name] for name in _WRAPPERS if isinstance(whole.get(name), list)]
+        if len(lists) != 1:
+            keys = ", ".join(map(repr, itertools.islice(whole, 10)))
+            raise ValueError(f"its keys are {keys}; of an object, 'data' or 'rows' has all rows")
+        if not all(f'"{name}"'.encode() in content for name in _SQUAD):
+            return list(lists[0])
         names = ("id", "question", "answers", "is_impossible")
         return [
             {"title": article.get("title"), "context": part["context"], **{name: asked.get(name) for name in names}}
-            for article in whole["data"]
+            for article in lists[0]
             for part in article["paragraphs"]
             for asked in part["qas"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        kind = "a JSON array" if content.lstrip()[:1] == b"[" else "one of SQuAD"
+        kind = "a JSON array" if content.lstrip()[:1] == b"[" else "one JSON object"
+        kind = "one of SQuAD" if all(f'"{name}"'.encode() in content for name in _SQUAD) else kind
         what = f"the file begins as {kind}, which cannot be read ({error}); give one object a line"
         raise refuse_row(file.address, None, what) from error
 
