@@ -20,7 +20,7 @@ from typing import Any
 from trainer_lib.base.json_text import parse_record
 from trainer_lib.engines.base import Alive, Ended, Engine, Job, Lost, State, open_engine
 from trainer_lib.errors import InfrastructureError, Preempted, TrainflowError, first_line, from_record
-from trainer_lib.launch.run_dir import MARK, RunDir, read_engine_files
+from trainer_lib.launch.run_dir import MARK, RunDir, read_settings
 
 POLL_S = 0.25
 # How long the last lines of a machine may take to be seen here.
@@ -190,12 +190,12 @@ def main(argv: list[str]) -> int:
     # What this process starts is another machine's, also where it is this one: the run directory must not claim it.
     for name in _OURS:
         os.environ.pop(name, None)
-    config, request, names, shared = read_engine_files(run_dir)
-    env = {name: os.environ[name] for name in names if name in os.environ}
+    config, request, written = read_settings(run_dir)
+    env = {name: os.environ[name] for name in written["variables"] if name in os.environ}
     engine = open_engine(str(config.engine))
     if not engine.restarts_workers:
         config = replace(config, max_restarts=0)
-    driver = Driver(run_dir, engine, Job(request, config, env, shared))
+    driver = Driver(run_dir, engine, Job(request, config, env, written["shared"]))
     signal.signal(signal.SIGTERM, driver.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     return driver.run()

@@ -41,12 +41,12 @@ from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Inte
 from trainer_lib.guard import OWNER, start_time
 from trainer_lib.launch import nodes, warm
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.run_dir import ENGINE_END_S, RunDir, engine_command, write_engine_files
+from trainer_lib.launch.run_dir import RunDir, write_settings
 from trainer_lib.launch.settings import accelerate
-from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, require_torch, resolve_config
+from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, refused, require_torch, resolve_config
 from trainer_lib.launch.settings.gpu_selection import name_devices, selection_variables
 from trainer_lib.launch.settings.variables import engine_environment, free_port, single_process, worker_environment
-from trainer_lib.launch.supervise import Listener, Supervisor, start_guard
+from trainer_lib.launch.supervise import STACKS_S, Listener, Supervisor, start_guard
 from trainer_lib.locks.file_lock import try_lock
 from trainer_lib.protocol.requests import Request
 
@@ -56,6 +56,9 @@ _turn = threading.RLock()
 
 R = TypeVar("R")
 
+ENGINE_END_S = 30.0
+"""Seconds that an engine has to end what it has placed, beyond those that workers have to save."""
+NODES_STACKS_S = 5.0  # for the stacks of workers of other machines, which are asked over the network
 SAY_S = 60.0  # between two messages about one wait
 POLL_S = 0.2
 CPU = "the CPU"
@@ -86,7 +89,12 @@ def held_devices(
         try:
             files = _wait_for(gpus or (CPU,), limit, what, on_event, should_cancel)
         except OSError as error:
-            _refuse(config.per_device, error, on_event)
+            reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+            message = f"It cannot be seen which launches use this machine's devices: {reason}."
+            if config.per_device is not None:
+                remedy = "Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out."
+                raise refused("per_device", config.per_device, message, remedy) from error
+            on_event({"event": "warning", "message": f"{message} This one starts next to them."})
     try:
         yield tuple(files)
     finally:
@@ -143,16 +151,6 @@ def _take(folder: Path, devices: Sequence[str], limit: int, what: str) -> list[i
         return list(map(os.dup, locked))  # of the same locks
 
 
-def _refuse(asked: int | str | None, error: OSError, on_event: Callable[[dict[str, Any]], None]) -> None:
-    """Raises ConfigError where the limit was asked for; without one, a warning is enough."""
-    reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
-    message = f"It cannot be seen which launches use this machine's devices: {reason}."
-    if asked is not None:
-        remedy = "Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out."
-        raise ConfigError(message, field="train.launch.per_device", value=asked, remedy=remedy) from error
-    on_event({"event": "warning", "message": f"{message} This one starts next to them."})
-
-
 def launch(
     request: Request[R],
     config: LaunchConfig,
@@ -184,17 +182,29 @@ def launch(
     """
     if not config.is_checked(use_cpu=request.use_cpu):
         config = resolve_config(config, use_cpu=request.use_cpu)
-    restarts = _Restarts(config.max_restarts, on_event)
-    listener = Listener(on_line, restarts.pass_on, should_cancel or (lambda: False))
+    restarts, hung_at = 0, set[int]()
+
+    def pass_on(event: dict[str, Any]) -> None:
+        nonlocal restarts
+        restarts += int("restart" in event)  # of the leading machine of an engine
+        on_event(event)
+
+    listener = Listener(on_line, pass_on, should_cancel or (lambda: False))
     while True:
         try:
-            left = replace(config, max_restarts=restarts.left)
+            left = replace(config, max_restarts=max(0, config.max_restarts - restarts))
             return _attempt(request, left, env, listener, what or request.verb, shared=shared)
         except InfrastructureError as error:
-            if not restarts.left or restarts.repeats(error) or listener.should_cancel():
+            # Only for failures of the surroundings: a mistake in the code or the data would fail again, and so would a
+            # hang that got no further than one before.
+            step = -1 if error.step is None else error.step
+            is_stuck = isinstance(error, HangError) and any(step <= before for before in hung_at)
+            if restarts >= config.max_restarts or is_stuck or listener.should_cancel():
                 raise
-            # Only for failures of the surroundings: a mistake in the code or the data would fail again.
-            restarts.count(error)
+            hung_at |= {step} if isinstance(error, HangError) else set()
+            restarts += 1
+            message = f"{error.message} Starting again ({restarts} of {config.max_restarts})."
+            on_event({"event": "warning", "message": message, "restart": restarts})
 
 
 def _put_away(run_dir: RunDir, on_line: Callable[[str], None], *, debug: bool) -> None:
@@ -203,41 +213,6 @@ def _put_away(run_dir: RunDir, on_line: Callable[[str], None], *, debug: bool) -
         on_line(f"The run files are kept for debugging: {run_dir.path}")
     else:
         run_dir.close()
-
-
-class _Restarts:
-    """Counts how often a launch was started again, here or on the machines of an engine."""
-
-    def __init__(self, most: int, on_event: Callable[[dict[str, Any]], None]) -> None:
-        self._most = most
-        self._on_event = on_event
-        self._used = 0
-        self._hung_at = set[int]()
-
-    @property
-    def left(self) -> int:
-        """The number of restarts that are left."""
-        return max(0, self._most - self._used)
-
-    def pass_on(self, event: dict[str, Any]) -> None:
-        """Pass an event on; that of a restart on the leading machine of an engine counts here, too."""
-        self._used += int("restart" in event)
-        self._on_event(event)
-
-    def count(self, error: InfrastructureError) -> None:
-        """Count a restart after this failure, and report it."""
-        self._used += 1
-        message = f"{error.message} Starting again ({self._used} of {self._most})."
-        self._on_event({"event": "warning", "message": message, "restart": self._used})
-
-    def repeats(self, error: InfrastructureError) -> bool:
-        """Whether a hang got no further than one before, which another attempt would only wait for; notes its step."""
-        if not isinstance(error, HangError):
-            return False
-        step = -1 if error.step is None else error.step
-        repeats = any(step <= before for before in self._hung_at)
-        self._hung_at.add(step)
-        return repeats
 
 
 def _attempt(
@@ -275,7 +250,7 @@ def _attempt(
             own = {**config.env, **env, **single_process()}
             return run_here(request, run_dir, own, listener.on_event)
         environment |= warm.launch_variables(run_dir)
-        return _supervise(request, config, run_dir, env, environment, listener, held, worker)
+        return _supervise(request, config, run_dir, env, environment, listener, held, worker, shared)
 
 
 def run_here(
@@ -301,13 +276,14 @@ def _supervise(
     listener: Listener,
     held: tuple[int, ...],
     worker: warm.WarmWorker | None,
+    shared: bool,
 ) -> R:
     """Start the guard of the launch, or take that of a worker that waits, and stay until nothing of it is left."""
+    # Of the variables that the workers of an engine need, the names: values may be secrets.
+    write_settings(run_dir, config, variables=sorted({*config.env, *env}), shared=shared)
     command = _command(request.verb, config, run_dir, environment)
-    if config.engine is None:
-        grace_s, timeout_s = config.grace_s, config.timeout_s
-    else:
-        write_engine_files(run_dir, config, env)
+    grace_s, timeout_s = config.grace_s, config.timeout_s
+    if config.engine is not None:
         # The leading machine watches its workers; ending a job takes longer than ending a process.
         grace_s, timeout_s = config.grace_s + ENGINE_END_S, None
 
@@ -315,7 +291,8 @@ def _supervise(
         begun = None if worker is None else worker.begin(environment, held)
         return begun or start_guard(command, environment, run_dir, grace_s, held)
 
-    ending = Supervisor(start, run_dir, grace_s, timeout_s, listener).run_command()
+    stacks_s = NODES_STACKS_S if config.several_nodes else STACKS_S
+    ending = Supervisor(start, run_dir, grace_s, timeout_s, listener, stacks_s=stacks_s).run_command()
     result = run_dir.read_json("result.json")
     # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
     if result is not None and not run_dir.read_errors():
@@ -326,17 +303,16 @@ def _supervise(
 def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:
     processes, path = int(config.processes), run_dir.path
     if config.engine is not None:
-        return engine_command(path)
+        # It leaves in the folder what an agent leaves, so whatever ends a launch ends an engine's as well.
+        return [*_PYTHON, "trainer_lib.engines.driver", str(path)]
     if config.several_nodes:
         check_rendezvous(config)
-        nodes.write_settings(run_dir, config)
-        return nodes.build_command(path)
     if config.kind == "torchrun":
-        # It calls torch.distributed.run; its store listens on loopback only, and it records how ranks ended.
-        return [*_PYTHON, "trainer_lib.machines.agent", str(processes), verb, str(path)]
+        return [*nodes.AGENT, str(path)]
     if config.kind == "accelerate":
         threads = environment["OMP_NUM_THREADS"]
-        return accelerate.build_command(verb, path, processes, threads, config.config_file, free_port())
+        options = accelerate.build_options(verb, path, processes, threads, config.config_file, free_port())
+        return [*nodes.AGENT, str(path), *options]
     if config.kind == "deepspeed":
         return _deepspeed_command(verb, path, processes, environment)
     if config.kind == "process":

@@ -15,30 +15,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
+from functools import partial
 
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
-from trainer_lib.launch.run_dir import MARK, RunDir
-from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, from_settings, resolve_config
+from trainer_lib.launch.run_dir import MARK, RunDir, write_settings
+from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, resolve_config
 from trainer_lib.launch.settings.variables import worker_environment
 from trainer_lib.launch.supervise import Ending, Listener, Supervisor, start_guard
 
-SETTINGS = "launch.json"
 NOTHING = "nothing"  # the verb of a launch that only dismisses the waiting machines
-
-
-def build_command(run_dir: Path) -> list[str]:
-    """Return the command line of a machine's agent, which reads from its request whether it leads."""
-    return [sys.executable, "-P", "-u", "-m", "trainer_lib.machines.node", str(run_dir)]
-
-
-def write_settings(run_dir: RunDir, config: LaunchConfig) -> None:
-    """Write the settings into the run directory, where the agent reads them."""
-    run_dir.write_json(SETTINGS, dataclasses.asdict(config))
+AGENT = (sys.executable, "-P", "-u", "-m", "trainer_lib.machines.agent")
 
 
 def follow(
@@ -102,19 +90,6 @@ def dismiss(config: LaunchConfig) -> None:
 
 def _run_agent(run_dir: RunDir, config: LaunchConfig, grace_s: float, listener: Listener) -> Ending:
     environment = {**worker_environment(config, {}), MARK: str(run_dir.path)}
-
-    def start() -> subprocess.Popen[bytes]:
-        return start_guard(build_command(run_dir.path), environment, run_dir, grace_s)
-
+    command = [*AGENT, str(run_dir.path)]
+    start = partial(start_guard, command, environment, run_dir, grace_s)
     return Supervisor(start, run_dir, grace_s, None, listener).run_command()
-
-
-def read_settings(path: Path) -> tuple[LaunchConfig, dict[str, Any]]:
-    """Read the settings that `write_settings` wrote, and the request next to them."""
-    run_dir = RunDir(path)
-    config, request = run_dir.read_json(SETTINGS), run_dir.read_json("request.json")
-    if config is None or request is None:
-        raise ConfigError(
-            "The folder does not hold a launch.", field="run dir", value=str(path), remedy="Start through trainflow."
-        )
-    return from_settings(config), request

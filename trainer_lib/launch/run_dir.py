@@ -14,7 +14,8 @@
         trace-<rank>.json   the collectives that it had entered; kept, with the stacks, when the launch ends
         stacks.asked cancelled  the owner asks for those stacks; the owner ends the launch
         reserve             room on the disk for how the launch ends, should the disk become full
-        launch.json outcome.json    several machines: the settings of this one, and how its part ended
+        launch.json         the settings, for the agent of this machine or the driver of an engine
+        outcome.json        several machines: how this one's part ended
 """
 
 from __future__ import annotations
@@ -26,11 +27,10 @@ import os
 import shutil
 import signal
 import stat
-import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,17 +47,14 @@ _PLACE = "place"
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
 WARM_SOCKET = "TRAINFLOW_WARM_SOCKET"  # the descriptor at which a worker waits for its launch (`launch.warm`)
-ENGINE_END_S = 30.0
-"""Seconds that an engine has to end what it has placed, beyond those that workers have to save."""
-_ENGINE_SETTINGS = "engine.json"
+_SETTINGS = "launch.json"
 
 
 class RunDir:
-    """The folder of one launch; `is_shared`, known to the owner that made it: others may work on its output."""
+    """The folder of one launch."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.is_shared = False
         self._events_read = 0
 
     @classmethod
@@ -99,7 +96,6 @@ class RunDir:
             with suppress(FileNotFoundError):  # the folder's owner has just removed it
                 _sweep_one(path, digest, grace_s, should_cancel)
         run_dir = made or cls.make()
-        run_dir.is_shared = shared
         with _typed_if_full(run_dir):
             run_dir._write(_PLACE, digest)
             run_dir.write_json("request.json", request)
@@ -327,25 +323,15 @@ def _sweep_one(path: Path, digest: str, grace_s: float, should_cancel: Callable[
         leftover.remove()
 
 
-def engine_command(run_dir: Path) -> list[str]:
-    """Return the command line of the process that has the engine place the work.
-
-    It leaves in the folder what a launcher on this machine leaves, so whatever ends a launch ends an engine's as well.
-    """
-    return [sys.executable, "-P", "-u", "-m", "trainer_lib.engines.driver", str(run_dir)]
+def write_settings(run_dir: RunDir, config: LaunchConfig, **more: Any) -> None:
+    """Write the settings of the launch, and what else the process that starts its workers needs. No secret."""
+    run_dir.write_json(_SETTINGS, {"config": dataclasses.asdict(config), **more})
 
 
-def write_engine_files(run_dir: RunDir, config: LaunchConfig, env: Mapping[str, str]) -> None:
-    """Write the settings, and the names of the variables that the workers need. Their values may be secrets."""
-    names = sorted({*config.env, *env})
-    settings = {"config": dataclasses.asdict(config), "variables": names, "shared": run_dir.is_shared}
-    run_dir.write_json(_ENGINE_SETTINGS, settings)
-
-
-def read_engine_files(run_dir: RunDir) -> tuple[LaunchConfig, dict[str, Any], list[str], bool]:
-    """Read the settings, the request, the names of the variables, and whether others work on the same output."""
-    settings, request = run_dir.read_json(_ENGINE_SETTINGS), run_dir.read_json("request.json")
-    if settings is None or request is None:
-        what = "The folder does not hold a launch of an engine."
+def read_settings(run_dir: RunDir) -> tuple[LaunchConfig, dict[str, Any], dict[str, Any]]:
+    """Read the settings that `write_settings` wrote, the request next to them, and all that was written."""
+    written, request = run_dir.read_json(_SETTINGS), run_dir.read_json("request.json")
+    if written is None or request is None:
+        what = "The folder does not hold a launch."
         raise ConfigError(what, field="run dir", value=str(run_dir.path), remedy="Start through trainflow.")
-    return from_settings(settings["config"]), request, settings["variables"], settings["shared"]
+    return from_settings(written["config"]), request, written

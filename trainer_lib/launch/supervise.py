@@ -23,8 +23,7 @@ from trainer_lib.launch.run_dir import RunDir
 T = TypeVar("T")
 
 POLL_S = 0.2
-STACKS_S = 2.0  # time for a hung worker to write its stack
-NODES_STACKS_S = 5.0  # time for the workers of other machines, which are asked over the network
+STACKS_S = 2.0  # time for hung workers to write their stacks
 TAIL_LINES = 60
 LINE_BYTES = 64 * 1024
 
@@ -78,7 +77,7 @@ def start_guard(
 
 
 class Supervisor:
-    """Watches one command under its guard, from `start_guard`."""
+    """Watches one command under its guard, from `start_guard`; hung workers have `stacks_s` to write their stacks."""
 
     def __init__(
         self,
@@ -87,6 +86,8 @@ class Supervisor:
         grace_s: float,
         timeout_s: float | None,
         listener: Listener,
+        *,
+        stacks_s: float = STACKS_S,
     ) -> None:
         self._start = start
         self._run_dir = run_dir
@@ -98,8 +99,7 @@ class Supervisor:
         self._step: int | None = None
         self._cancelled = False
         self._progressed = time.monotonic()
-        # Several machines have this file (`launch.nodes`), and their stacks take longer to arrive.
-        self._alone = not (run_dir.path / "launch.json").exists()
+        self._stacks_s = stacks_s
 
     def run_command(self) -> Ending:
         """Start the command and stay until nothing of it is left."""
@@ -146,7 +146,7 @@ class Supervisor:
                 hung_s = silent_s
                 self._run_dir.request_stacks()
                 self._command_guard("stacks")
-                deadline = time.monotonic() + (STACKS_S if self._alone else NODES_STACKS_S)
+                deadline = time.monotonic() + self._stacks_s
                 while time.monotonic() < deadline and self._guard.poll() is None:
                     self._listen(POLL_S)
                 self._command_guard("kill")

@@ -8,7 +8,6 @@ file's settings of processes and machines become launch settings.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -105,8 +104,8 @@ def read_launch_settings(path: str | None) -> dict[str, Any]:
     return settings
 
 
-def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
-    """Return the command line by which `accelerate launch` starts `processes` workers."""
+def build_options(verb: str, run_dir: Path, processes: int, threads: str, path: str | None, port: int) -> list[str]:
+    """Return the options with which `accelerate launch` starts `processes` workers."""
     kind = "NO" if path is None else read_config(path)["distributed_type"]
     if path is None:  # without a file, accelerate reads the one in the user's home, which the spec does not name
         path = str(run_dir / "accelerate.json")
@@ -115,7 +114,6 @@ def build_command(verb: str, run_dir: Path, processes: int, threads: str, path: 
     # --multi_gpu on a CPU too: with --cpu, `accelerate launch` starts one process whatever number it is given.
     several = ["--multi_gpu"] if processes > 1 and kind not in _SHARDED else []
     return [
-        *(sys.executable, "-P", "-u", "-m", "trainer_lib.machines.agent", "accelerate", str(run_dir)),
         *("--config_file", path),
         *("--num_processes", str(processes), "--num_machines", "1", "--main_process_port", str(port), *several),
         *("--num_cpu_threads_per_process", threads, "--log_dir", str(run_dir / "torchelastic")),
