@@ -29,7 +29,7 @@ from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import verify_files
-from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
+from trainer_lib.strategies.fsdp import parameter_bytes
 
 TOKENS = token_rows(23)
 ROWS = classification_rows(23)

@@ -23,7 +23,7 @@ from tests.support.training import LOGGED, arguments, losses, norms, trainer, wh
 from trainer_lib import Trainer, TrainerCallback, default_data_collator
 from trainer_lib.data.rows.mixture import Mixture, Piece
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
+from trainer_lib.strategies.fsdp import parameter_bytes
 from trainer_lib.worker.estimate import _gathered_bytes
 
 COUNT = 14

@@ -32,7 +32,7 @@ from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import DataInfo, load
 from trainer_lib.recipes.texts.templates import TEMPLATES
 from trainer_lib.storage import Store
-from trainer_lib.strategies.fsdp.fsdp_strategy import parameter_bytes
+from trainer_lib.strategies.fsdp import parameter_bytes
 from trainflow.flows.new_project.starting import read_sample
 
 

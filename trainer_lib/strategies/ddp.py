@@ -39,7 +39,15 @@ class DdpStrategy(Strategy):
         if not dist.is_initialized() or dist.get_world_size() < 2:
             what = "Replicated training was asked for, but no process group is formed."
             raise InfrastructureError(what, remedy="Start through torchrun, which sets RANK and WORLD_SIZE.")
-        self._options = _options(args)
+        # As in transformers: models with unused parameters train, except where recomputation would break the search.
+        find_unused = args.ddp_find_unused_parameters
+        options = {
+            "find_unused_parameters": not args.gradient_checkpointing if find_unused is None else find_unused,
+            "bucket_cap_mb": args.ddp_bucket_cap_mb,
+            _BUFFERS: args.ddp_broadcast_buffers,
+            "static_graph": args.ddp_static_graph,
+        }
+        self._options: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
 
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -82,20 +90,6 @@ class DdpStrategy(Strategy):
             work.wait()
         if isinstance(model, DistributedDataParallel):
             model.require_forward_param_sync = True  # otherwise buffers would stay local from now on
-
-
-def _options(args: TrainingArguments) -> dict[str, Any]:
-    # As in transformers: models with unused parameters train, except where recomputation would break the search.
-    find_unused = args.ddp_find_unused_parameters
-    options: dict[str, Any] = {
-        "find_unused_parameters": not args.gradient_checkpointing if find_unused is None else find_unused
-    }
-    options |= {
-        "bucket_cap_mb": args.ddp_bucket_cap_mb,
-        _BUFFERS: args.ddp_broadcast_buffers,
-        "static_graph": args.ddp_static_graph,
-    }
-    return {name: value for name, value in options.items() if value is not None}
 
 
 class XlaStrategy(Strategy):

@@ -10,10 +10,9 @@ so what goes back into the model is multiplied by the size of the group.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +27,7 @@ from trainer_lib.distributed.sharding import Mesh
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.strategies.base import Strategy, cannot_predict_alone
 from trainer_lib.strategies.ddp import DdpStrategy
-from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
+from trainer_lib.strategies.fsdp import FsdpStrategy
 from trainer_lib.strategies.tensor.layers import Group, PartStreams, exchange
 
 if TYPE_CHECKING:
@@ -141,10 +140,8 @@ class DividedTokens:
         AttentionInterface.register(ATTENTION, _attend)
         self._model = model
         self._group, self._size, self._rank = group, dist.get_world_size(group), dist.get_rank(group)
-        self._forward: Any = model.forward
-        self._streams = PartStreams(self._rank)
-        self._whole = self._model.config._attn_implementation
-        self._model.config._attn_implementation = ATTENTION
+        self._forward, self._streams = model.forward, PartStreams(self._rank)
+        self._whole, model.config._attn_implementation = model.config._attn_implementation, ATTENTION
         self._attended = 0
         self.returned_part = False
         for module in model.modules():
@@ -154,8 +151,11 @@ class DividedTokens:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The outputs of whole rows; in training with labels, the logits are those of this process's tokens."""
         if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
-            with self._undivided():
+            self._model.config._attn_implementation = self._whole
+            try:
                 return self._forward(*args, **kwargs)
+            finally:
+                self._model.config._attn_implementation = ATTENTION
         if args:
             kwargs = {"input_ids": args[0], **kwargs}
         labels, items = kwargs.pop("labels", None), kwargs.pop("num_items_in_batch", None)
@@ -175,10 +175,16 @@ class DividedTokens:
             outputs = self._forward(input_ids=ids, position_ids=positions, **kwargs)
         finally:
             self._streams.leave()
-        self._check_attention()
+        layers = self._model.config.get_text_config().num_hidden_layers
+        if self._attended < layers:
+            what = (
+                f"{self._attended} of {layers} layers of {type(self._model).__name__} computed their attention through "
+                "transformers' attention interface: the others saw a part of the tokens."
+            )
+            raise ConfigError(what, field=_FIELD, value=self._size, remedy=_REMEDY)
         self.returned_part = labels is not None and self._model.training
         if labels is None:
-            return self._with(outputs, logits=self._join(outputs.logits, length))
+            return type(outputs)(**{**outputs, "logits": self._join(outputs.logits, length)})
         items = (labels[:, 1:] != _NO_TARGET).sum().to(ids.device) if items is None else items
         share = self._model.loss_function(
             logits=outputs.logits,
@@ -190,14 +196,15 @@ class DividedTokens:
         logits = outputs.logits if self.returned_part else self._join(outputs.logits, length)
         # As DDP averages it, the gradient of a share is multiplied.
         loss = exchange(share, Group(self._group, self._rank, self._size).sum, lambda gradient: gradient * self._size)
-        return self._with(outputs, loss=loss, logits=logits)
-
-    def _with(self, outputs: Any, **values: Any) -> Any:
-        return type(outputs)(**{**outputs, **values})
+        return type(outputs)(**{**outputs, "loss": loss, "logits": logits})
 
     def _join(self, logits: Tensor, length: int) -> Tensor:
         """``[batch, part of tokens, classes]`` to ``[batch, tokens, classes]``, without those that filled the rows."""
-        return exchange(logits, self._gather, self._part_of_gradient).narrow(1, 0, length)
+
+        def part_of_gradient(whole: Tensor) -> Tensor:  # as DDP averages it
+            return whole.chunk(self._size, dim=1)[self._rank] * self._size
+
+        return exchange(logits, self._gather, part_of_gradient).narrow(1, 0, length)
 
     def part_of_targets(self, values: Tensor, filling: int) -> Tensor:
         """Of values ``[batch, tokens]``, those of the tokens that follow this process's: ``[batch, step]``."""
@@ -207,14 +214,6 @@ class DividedTokens:
         """This process's ``[batch, step]`` of ``[batch, tokens]``."""
         padded = pad(whole, (0, step * self._size - whole.shape[1]), value=filling)
         return padded.narrow(1, self._rank * step, step).contiguous()
-
-    @contextlib.contextmanager
-    def _undivided(self) -> Iterator[None]:
-        self._model.config._attn_implementation = self._whole
-        try:
-            yield
-        finally:
-            self._model.config._attn_implementation = ATTENTION
 
     def _check(self, places: int, kwargs: dict[str, Any], labels: Tensor | None) -> int:
         """Return the number of tokens of the rows. Raises ConfigError and DataError for what cannot be divided."""
@@ -245,15 +244,6 @@ class DividedTokens:
             remedy = 'Give the tokenizer padding_side="right", and labels of -100 for padding.'
             raise DataError(what, field="attention_mask", value=f"sequence: {self._size}", remedy=remedy)
         return int(ids.shape[1])
-
-    def _check_attention(self) -> None:
-        layers = self._model.config.get_text_config().num_hidden_layers
-        if self._attended < layers:
-            what = (
-                f"{self._attended} of {layers} layers of {type(self._model).__name__} computed their attention through "
-                "transformers' attention interface: the others saw a part of the tokens."
-            )
-            raise ConfigError(what, field=_FIELD, value=self._size, remedy=_REMEDY)
 
     # -- the attention ------------------------------------------------------------------------------------------------
 
@@ -304,10 +294,6 @@ class DividedTokens:
         parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(self._size)]
         dist.all_gather(parts, part.contiguous(), group=self._group)
         return torch.cat(parts, dim=1)
-
-    def _part_of_gradient(self, whole: Tensor) -> Tensor:
-        """The gradient of this process's part, as DDP averages it: ``[batch, tokens, classes]`` to its part."""
-        return whole.chunk(self._size, dim=1)[self._rank] * self._size
 
 
 def _attend(

@@ -213,7 +213,7 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
         kind = SequenceStrategy if layout.shard == 1 else ShardedSequenceStrategy
         return kind(device, comm, args)
     if args.fsdp or (layout is not None and layout.shard > 1):
-        from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
+        from trainer_lib.strategies.fsdp import FsdpStrategy
 
         return FsdpStrategy(device, comm, args)
     if comm.world_size > 1:

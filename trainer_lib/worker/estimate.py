@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, rows_at_a_time
@@ -28,7 +29,7 @@ from trainer_lib.errors import TrainflowError, first_line
 from trainer_lib.protocol.footprint import Estimate, ModelSize
 from trainer_lib.protocol.requests import EstimateRequest
 from trainer_lib.recipes import DataInfo
-from trainer_lib.strategies.fsdp.units import find_units
+from trainer_lib.strategies.fsdp import find_units
 from trainer_lib.trainer.model.models import numbers_in
 from trainer_lib.trainer.model.source_losses import take_sources
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer
@@ -166,16 +167,12 @@ def _on_fake_device(model: nn.Module, device: torch.device) -> nn.Module:
     return model
 
 
-_modes: list[Any] = []
-
-
+@cache
 def _mode() -> Any:
     """The one mode for all: fake tensors of two modes do not mix."""
-    if not _modes:
-        from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensorMode
 
-        _modes.append(FakeTensorMode(allow_non_fake_inputs=True))
-    return _modes[0]
+    return FakeTensorMode(allow_non_fake_inputs=True)
 
 
 class _Sizes:
@@ -272,7 +269,7 @@ class _Sizes:
         from torch.distributed._tools.mem_tracker import MemTracker
 
         tracker = MemTracker()
-        given = [tensor for batch in batches for tensor in _tensors(batch)]
+        given = [leaf for leaf in tree_leaves(batches) if isinstance(leaf, Tensor)]
         tracker.track_external(self._model, *([] if optimizer is None else [optimizer]), *given)
         with tracker:
             work(tracker)
@@ -293,9 +290,3 @@ class _Sizes:
         except Exception as error:  # whatever a model's code raises without values: the rest of the estimate stands
             reason = f"{type(error).__name__}: {first_line(error)}"
             self._notes.append(f"{what} could not be worked out without values ({reason}); --probe measures it.")
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    found: list[Tensor] = []
-    tree_map_only(Tensor, found.append, value)
-    return found

@@ -24,7 +24,6 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -34,6 +33,7 @@ from typing_extensions import override
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.deepspeed_config import ZeroPlan, plan
 from trainer_lib.arguments.members import ZeroPlugin
+from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import Precision
@@ -97,7 +97,7 @@ class DeepSpeedStrategy(Strategy):
     """A model trained by DeepSpeed's engine.
 
     With bf16 or fp16 the model computes with copies in that format; the masters are what is saved. Weights are gathered
-    one by one to be saved, and loaded part by part.
+    one by one to be saved, and loaded part by part. `engine`: DeepSpeed's, None before training.
     """
 
     name = "deepspeed"
@@ -117,7 +117,7 @@ class DeepSpeedStrategy(Strategy):
         self.forward_communicates = self.plan.stage == 3
         self.plugins = {"deepspeed_plugin": ZeroPlugin(self.plan, lambda: self._config(None))}
         self._args = args
-        self._engine: Any = None
+        self.engine: Any = None
         self._inference: Any = None
         self._hf_config: Any = None
         self._buffers: list[Tensor] = []
@@ -132,19 +132,15 @@ class DeepSpeedStrategy(Strategy):
         if self.plan.stage != 3:
             return make()
         self._set_local_rank()
-        with self._transformers_sharded(), self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
-            return make()
-
-    @contextlib.contextmanager
-    def _transformers_sharded(self) -> Iterator[None]:
-        """Let transformers' `from_pretrained` load into sharded parameters, and its `generate` keep ranks in step."""
         self._set_transformers_sharded(True)
         try:
-            yield
+            with self._deepspeed.zero.Init(config_dict_or_path=self._config(None)):
+                return make()
         finally:
             self._set_transformers_sharded(False)
 
     def _set_transformers_sharded(self, sharded: bool) -> None:
+        """Let transformers' `from_pretrained` load into sharded parameters, and its `generate` keep ranks in step."""
         if "transformers" not in sys.modules or self.plan.stage != 3:
             return
         from transformers.integrations import deepspeed as known
@@ -166,7 +162,7 @@ class DeepSpeedStrategy(Strategy):
     @override
     def precision(self, args: TrainingArguments) -> Precision:
         """Return the engine's own precision: the engine casts and scales the loss, so the Trainer does neither."""
-        return EnginePrecision(self.plan.precision, self.device, lambda: self._engine)
+        return EnginePrecision(self.plan.precision, self.device, lambda: self.engine)
 
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
@@ -195,7 +191,7 @@ class DeepSpeedStrategy(Strategy):
         groups = [(group, parameters) for group, parameters in groups if parameters]
         # Before the engine casts the model: an export has the formats that were given.
         self._given_dtypes = {id(param): param.dtype for param in inner.parameters()}
-        self._engine = self._initialize(inner, self._compiled(optimizer))
+        self.engine = self._initialize(inner, self._compiled(optimizer))
         self._partitions = self._checked_partitions()
         self._trained = {id(param) for param in self._partitions.parameters()}
         self._cast_inputs(inner)
@@ -204,7 +200,7 @@ class DeepSpeedStrategy(Strategy):
         if self._args.ddp_broadcast_buffers is not False:
             tensors = self.local_state(inner).values()
             self._buffers = [tensor for tensor in tensors if not isinstance(tensor, nn.Parameter)]
-        return self._engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
+        return self.engine, ZeroOptimizer(groups, self._partitions, self._step, keeps=self._keeps)
 
     def _initialize(self, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Any:
         self._set_local_rank()
@@ -240,7 +236,7 @@ class DeepSpeedStrategy(Strategy):
         """Return the engine's partitions; raise InfrastructureError if they are not those of the requested stage."""
         from deepspeed.runtime.utils import combine_grad_norm_groups
 
-        engine, stage = self._engine, self.plan.stage
+        engine, stage = self.engine, self.plan.stage
         zero = engine.optimizer
         lacking = missing_names(zero, stage)
         if lacking or engine.zero_optimization_stage() != stage:
@@ -280,17 +276,17 @@ class DeepSpeedStrategy(Strategy):
     @override
     def release(self) -> None:
         """Take the engine of an earlier training, or of an evaluation before any, off the model."""
-        for engine in (self._engine, self._inference):
+        for engine in (self.engine, self._inference):
             if engine is not None:
                 engine.destroy()
-        self._engine = self._inference = self._partitions = None
+        self.engine = self._inference = self._partitions = None
         self._trained, self._buffers = set(), []
 
     # -- forward and backward ------------------------------------------------------------------------------------------
 
     @override
     def unwrap(self, model: nn.Module) -> nn.Module:
-        inner = model.module if model is self._engine or model is self._inference else model
+        inner = model.module if model is self.engine or model is self._inference else model
         return super().unwrap(inner)
 
     @override
@@ -301,7 +297,7 @@ class DeepSpeedStrategy(Strategy):
             return inner.to(self.device)
         if alone:
             raise cannot_predict_alone("deepspeed", "stage 3")
-        if self._engine is None and self._inference is None:
+        if self.engine is None and self._inference is None:
             self._inference = self._initialize(inner, None)
             self._cast_inputs(inner)
         self._set_transformers_sharded(True)
@@ -312,18 +308,15 @@ class DeepSpeedStrategy(Strategy):
         """Let transformers load other models again."""
         self._set_transformers_sharded(False)
 
+    @override
     @contextlib.contextmanager
-    def _collecting(self) -> Iterator[None]:
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
         # The engine exchanges gradients and steps at a boundary only.
         self._running().set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
             self._running().set_gradient_accumulation_boundary(True)
-
-    @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return self._collecting()
 
     @override
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
@@ -433,15 +426,10 @@ class DeepSpeedStrategy(Strategy):
             "offload_param": self.plan.offload_param,
         }
 
-    @property
-    def engine(self) -> Any:
-        """Return DeepSpeed's engine; None before training."""
-        return self._engine
-
     def _running(self) -> Any:
-        if self._engine is None:
+        if self.engine is None:
             raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
-        return self._engine
+        return self.engine
 
 
 def _detach(value: Tensor, keeps: bool) -> Tensor:
@@ -469,7 +457,10 @@ def create_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, n
 def _start(device: torch.device, plan: ZeroPlan) -> Any:
     """Import the package and let it use the process group that was formed already."""
     try:
-        with _on_cpu() if device.type == "cpu" else contextlib.nullcontext():
+        # On a CPU without a search for devices; the import itself sets these variables.
+        choice = {"DS_ACCELERATOR": os.environ.get("DS_ACCELERATOR", "cpu")}
+        is_cpu = device.type == "cpu"
+        with variables_kept(choice, "PYTORCH_NVML_BASED_CUDA_CHECK") if is_cpu else contextlib.nullcontext():
             import deepspeed
             from deepspeed.accelerator import get_accelerator, set_accelerator
 
@@ -493,21 +484,6 @@ def _start(device: torch.device, plan: ZeroPlan) -> Any:
     backend = torch.distributed.get_backend() if device.type == "cpu" else accelerator.communication_backend_name()
     deepspeed.init_distributed(dist_backend=backend, auto_mpi_discovery=False, dist_init_required=False)
     return deepspeed
-
-
-@contextlib.contextmanager
-def _on_cpu() -> Iterator[None]:
-    """Let the package be imported without a search for devices, and remove the variables that its import sets."""
-    names = ("DS_ACCELERATOR", "PYTORCH_NVML_BASED_CUDA_CHECK")
-    before = {name: os.environ.get(name) for name in names}
-    os.environ.setdefault(names[0], "cpu")
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

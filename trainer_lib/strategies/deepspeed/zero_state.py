@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
+from collections import UserDict
 from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from typing import Any
 
@@ -144,7 +145,7 @@ class StageThree(Partitions):
 
     @override
     def flat_of(self, parameter: nn.Parameter) -> Tensor:
-        return self._flats[self._place(parameter)[0]]
+        return self._flats[int(self.zero.grad_position[self.zero.get_param_id(parameter)][0])]
 
     @override
     def gather_whole(self, parameter: nn.Parameter, key: str | None = None) -> Tensor:
@@ -154,7 +155,7 @@ class StageThree(Partitions):
     @override
     def store_part(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
         """Copy this rank's share. All shares have the same length; the last one ends in padding."""
-        _, start, length = self._place(parameter)
+        _, start, length = map(int, self.zero.grad_position[self.zero.get_param_id(parameter)])
         target = self._target(parameter, key).narrow(0, start, length)
         begin = length * self.zero._get_param_partition_rank(parameter)
         part = value.detach().reshape(-1)[begin : begin + length]
@@ -177,10 +178,6 @@ class StageThree(Partitions):
     def gradient_norm(self) -> Tensor:
         return _clean(self._combine(self.zero._get_norm_groups()), self.zero.loss_scale)
 
-    def _place(self, parameter: nn.Parameter) -> tuple[int, int, int]:
-        index, start, length = self.zero.grad_position[self.zero.get_param_id(parameter)]
-        return int(index), int(start), int(length)
-
 
 def _clean(norm: Any, loss_scale: float) -> Tensor:
     value: Tensor = torch.as_tensor(norm).detach().float().reshape(())
@@ -191,27 +188,15 @@ def _clean(norm: Any, loss_scale: float) -> Tensor:
 # -- the optimizer ----------------------------------------------------------------------------------------------------
 
 
-class Group(MutableMapping[str, Any]):
-    """The settings of one of the user's parameter groups, with its parameters."""
+class Group(UserDict[str, Any]):
+    """The settings of one of the user's parameter groups, which stay shared with it, with its parameters."""
 
     def __init__(self, settings: dict[str, Any], parameters: list[nn.Parameter]) -> None:
-        self._settings = settings
-        self._parameters = parameters
+        super().__init__()
+        self.data, self._parameters = settings, parameters
 
     def __getitem__(self, name: str) -> Any:
-        return self._parameters if name == "params" else self._settings[name]
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        self._settings[name] = value
-
-    def __delitem__(self, name: str) -> None:
-        del self._settings[name]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._settings)
-
-    def __len__(self) -> int:
-        return len(self._settings)
+        return self._parameters if name == "params" else self.data[name]
 
 
 class State(MutableMapping[Tensor, dict[str, Any]]):

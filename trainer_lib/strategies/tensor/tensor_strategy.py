@@ -30,7 +30,7 @@ from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.base import cannot_predict_alone
-from trainer_lib.strategies.fsdp.fsdp_strategy import FsdpStrategy
+from trainer_lib.strategies.fsdp import FsdpStrategy
 from trainer_lib.strategies.tensor.layers import (
     Change,
     DividedLoss,
