@@ -22,7 +22,9 @@ from typing import Any
 import psutil
 
 from benchmarks._result import arguments, publish, spread
-from trainer_lib.launch import LaunchConfig, launch, warm
+from trainer_lib.launch import warm
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 
 SIZES = {"smallest": 1, "full": 9}  # rounds, after one that warms the file cache

@@ -38,7 +38,7 @@ import torch
 from benchmarks._result import arguments, publish, spread
 from benchmarks._workers import SpentBelow, find_worker
 from tests.support.model_folders import publish_line
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 WIDTH = 32

@@ -22,8 +22,9 @@ from pathlib import Path
 
 from benchmarks._result import arguments, publish
 from benchmarks._workers import find_worker
-from trainer_lib.launch import LaunchConfig, launch, launch_workers
-from trainer_lib.launch.pool import apart
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.pool import apart, launch_workers
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
 
 WORKERS = 2

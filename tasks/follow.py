@@ -37,7 +37,7 @@ from trainer_lib.base.records import from_record
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints, read_checkpoint_info
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.errors import ConfigError, DamagedError, OutOfMemoryError, TrainflowError
-from trainer_lib.launch import launch
+from trainer_lib.launch.base import launch
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.removal import end_keeping, is_kept, keep_checkpoint, protect_from_removal
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest, PreparedData

@@ -25,7 +25,8 @@ from trainer_lib.data.rows.parts import FOLDER, RECORDS, NumberedParts, numbered
 from trainer_lib.data.rows.row_files import read_rows
 from trainer_lib.data.rows.row_sources import FIELD, RowFile, find_row_files
 from trainer_lib.errors import ConfigError, DamagedError, DataError
-from trainer_lib.launch import LaunchConfig, launch_workers
+from trainer_lib.launch.pool import launch_workers
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.launch.settings.gpu_selection import list_visible, num_cores
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS

@@ -26,7 +26,7 @@ from trainflow.tasks.stage.manifest import StageManifest
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.launch import LaunchConfig
+    from trainer_lib.launch.settings.config import LaunchConfig
     from trainflow.flows.planning.plan import Plan
     from trainflow.tasks.configs import TrainConfig
 

@@ -37,7 +37,7 @@ from trainflow.tasks.stage.rerun import current_key
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.launch import LaunchConfig
+    from trainer_lib.launch.settings.config import LaunchConfig
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from trainflow.tasks.keys.spec_words import in_words_of_spec
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
-    from trainer_lib.launch import LaunchConfig
+    from trainer_lib.launch.settings.config import LaunchConfig
 
 T = TypeVar("T")
 
@@ -47,7 +47,7 @@ class Resolver:
 
     def launch(self, settings: LaunchSettings, *, use_cpu: bool, section: str = "train") -> LaunchConfig:
         """A launch with every "auto" resolved for this machine. Errors name its settings as those of `section`."""
-        from trainer_lib.launch import resolve_config
+        from trainer_lib.launch.settings.config import resolve_config
 
         config = settings.to_config()
         with in_words_of_spec(section):

@@ -7,9 +7,9 @@ number of parts, and the bytes of the parts depend neither on the cluster nor on
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from prefect import task
@@ -19,7 +19,7 @@ from prefect.states import Failed
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, TrainflowError, first_line, from_record
-from trainer_lib.launch.pool import Owner, Progress, launch_reported, settle
+from trainer_lib.launch.pool import Owner, Progress, launch_reported, settle, would_meet_all
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import Request
 from trainer_lib.storage import Store
@@ -74,7 +74,7 @@ def launch_mapped(
     with Owner(Store.open(request.output)) as owner, open_cluster(runner) as cluster:
         texts = [owner.job(request, config, number) for number in range(runner.workers)]
         futures = send_little(lambda: cluster.map(work_elsewhere, texts))
-        mapped = _Mapped(cluster, futures, owner, config, Progress(on_event), on_line, on_event)
+        mapped = _Mapped(cluster, dict(enumerate(futures)), owner, config, on_line, on_event)
         try:
             ends = mapped.wait(should_cancel)
         finally:
@@ -82,26 +82,19 @@ def launch_mapped(
     settle(ends, on_event)
 
 
+@dataclass
 class _Mapped:
-    """The tasks of one launch, until all have ended."""
+    """The tasks of one launch, until all have ended. `left`: their futures, by number."""
 
-    def __init__(
-        self,
-        cluster: Cluster,
-        futures: Sequence[Any],
-        owner: Owner,
-        config: LaunchConfig,
-        progress: Progress,
-        on_line: Callable[[str], None],
-        on_event: Callable[[dict[str, Any]], None],
-    ) -> None:
-        self._cluster = cluster
-        self._left = dict(enumerate(futures))
-        self._owner = owner
-        self._config = config
-        self._progress = progress
-        self._on_line = on_line
-        self._on_event = on_event
+    cluster: Cluster
+    left: dict[int, Any]
+    owner: Owner
+    config: LaunchConfig
+    on_line: Callable[[str], None]
+    on_event: Callable[[dict[str, Any]], None]
+
+    def __post_init__(self) -> None:
+        self._progress = Progress(self.on_event)
         self._started: dict[int, str] = {}
         self._ends: list[Any] = []
         self._stopped: float | None = None
@@ -109,11 +102,11 @@ class _Mapped:
     def wait(self, should_cancel: Callable[[], bool]) -> list[Any]:
         """Pass on what the workers report until all have ended; return how, in the order of their ends."""
         start = time.monotonic()
-        while self._left:
+        while self.left:
             if should_cancel():
                 self._stop()
-            if not self._started and time.monotonic() - start > self._config.join_timeout_s:
-                what = f"No worker of the cluster has started within {self._config.join_timeout_s:.0f} s."
+            if not self._started and time.monotonic() - start > self.config.join_timeout_s:
+                what = f"No worker of the cluster has started within {self.config.join_timeout_s:.0f} s."
                 remedy = "See whether the cluster has workers that are free, or wait longer."
                 raise InfrastructureError(what, field="train.launch.join_timeout_s", remedy=remedy)
             self._look()
@@ -124,46 +117,43 @@ class _Mapped:
     def end(self) -> None:
         """Have every worker end, and wait until they have."""
         self._stop()
-        while self._left and time.monotonic() - (self._stopped or 0.0) < self._config.grace_s + END_S:
-            for number, future in list(self._left.items()):
-                if self._cluster.is_done(future):
-                    del self._left[number]
+        while self.left and time.monotonic() - (self._stopped or 0.0) < self.config.grace_s + END_S:
+            for number, future in list(self.left.items()):
+                if self.cluster.is_done(future):
+                    del self.left[number]
             time.sleep(POLL_S)
 
     def _stop(self) -> None:
         if self._stopped is not None:
             return
         self._stopped = time.monotonic()
-        self._owner.stop()
-        for number, future in self._left.items():
+        self.owner.stop()
+        for number, future in self.left.items():
             if number not in self._started:
-                self._cluster.cancel(future)
+                self.cluster.cancel(future)
 
     def _look(self) -> None:
-        done = [number for number, future in self._left.items() if self._cluster.is_done(future)]
-        for number, message in self._owner.read():  # after the look: all that those have reported
-            self._report(number, message)
+        done = [number for number, future in self.left.items() if self.cluster.is_done(future)]
+        for number, message in self.owner.read():  # after the look: all that those have reported
+            if "line" in message:
+                self.on_line(f"[worker {number}] {message['line']}")
+            elif "event" in message:
+                self._progress.event(number, message["event"])
+            elif "started" in message:
+                if number in self._started:
+                    again = f"The worker {number} on {self._started[number]} was lost, and is started again"
+                    self.on_event({"event": "warning", "message": f"{again} on {message['started']}."})
+                self._started[number] = message["started"]
         for number in done:
-            end = self._end_of(self._left.pop(number))
+            end = self._end_of(self.left.pop(number))
             self._ends.append(end)
-            if isinstance(end, BaseException) and not isinstance(end, InfrastructureError):
+            if would_meet_all(end):
                 self._stop()
-
-    def _report(self, number: int, message: dict[str, Any]) -> None:
-        if "line" in message:
-            self._on_line(f"[worker {number}] {message['line']}")
-        elif "event" in message:
-            self._progress.event(number, message["event"])
-        elif "started" in message:
-            if number in self._started:
-                again = f"The worker {number} on {self._started[number]} was lost, and is started again"
-                self._on_event({"event": "warning", "message": f"{again} on {message['started']}."})
-            self._started[number] = message["started"]
 
     def _end_of(self, future: Any) -> Any:
         """The end of a task: an answer, or the failure."""
         try:
-            data: Any = self._cluster.state(future).data
+            data: Any = self.cluster.state(future).data
             answer = parse_json(getattr(data, "result", data))  # in a record where Prefect has made one
         except Exception as error:  # of the cluster, of its transport, of Prefect on that machine
             if self._stopped is not None:

@@ -10,7 +10,9 @@ from typing import Any
 
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.errors import ConfigError, Interrupted, Preempted, TrainflowError
-from trainer_lib.launch import LaunchConfig, launch, warm
+from trainer_lib.launch import warm
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.launch.settings.variables import threads_of
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.protocol.requests import EstimateRequest, EvaluateRequest, ProbeRequest

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainer_lib.data.rows.mixture import INFO
-from trainer_lib.launch import launch, launch_workers, nodes, resolve_config
-from trainer_lib.launch.pool import apart
+from trainer_lib.launch import nodes
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.pool import apart, launch_workers
+from trainer_lib.launch.settings.config import resolve_config
 from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, StageSettings
@@ -69,7 +71,7 @@ def launch_shared(
     use_cpu = request.use_cpu or not request.uses_devices
     config = apart(context.resolver.launch(settings, use_cpu=use_cpu), on_devices=not use_cpu)
     with in_words_of_spec(request.verb):
-        return launch_workers(request, config, **_of_run(request, context), **_callbacks(context, attempt)).answers
+        return launch_workers(request, config, **_of_run(request, context), **_callbacks(context, attempt))
 
 
 def launch_on_cluster(

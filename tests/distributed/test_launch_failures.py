@@ -18,7 +18,8 @@ from tests.support.launched import Owner, kept_files, request, wait_until
 from tests.support.memory_group import limited
 from tests.support.repository import ROOT
 from trainer_lib.errors import HangError, Preempted, PreemptedByNotice, TrainflowError, from_record
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import PreparedData
 

@@ -24,7 +24,8 @@ from tests.support.launched import kept_files, patience_s, request
 from tests.support.machine import free_port
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, ConfigError, InfrastructureError, TrainflowError
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PreparedData, PrepareRequest, Request
 
 

@@ -20,8 +20,8 @@ from tests.support.runs import ALL, IN_PROCESS, broken, newest_flow_run, ran, re
 from tests.support.toy import RECIPE, project
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError
-from trainer_lib.launch import LaunchConfig
 from trainer_lib.launch.settings import config
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.flows.cli import presentation
 from trainflow.flows.deployed import pipeline as deployed_pipeline
 from trainflow.flows.pipeline import run_pipeline

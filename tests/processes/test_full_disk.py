@@ -28,7 +28,8 @@ from tests.support.machine import fill, small_disk
 from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, StorageFullError, TrainflowError, from_exception
 from trainer_lib.evaluation.prediction_spool import ObjectSpool, PredictionSpool
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 
 MIB = 1 << 20
 Outcome = dict[str, Any]

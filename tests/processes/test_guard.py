@@ -18,7 +18,7 @@ from tests.support.repository import ROOT
 from trainer_lib import guard
 from trainer_lib.engines.base import Job
 from trainer_lib.guard import Process, descendants, is_alive, send_signal, start_time
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 
 GUARD = [sys.executable, "-I", "-S", guard.__file__]
 LINUX = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads /proc")

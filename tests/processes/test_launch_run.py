@@ -17,8 +17,10 @@ import pytest
 
 from tests.support.launched import Owner, kept_files, patience_s, request
 from trainer_lib.errors import CodeError, InfrastructureError, Interrupted, Preempted
-from trainer_lib.launch import LaunchConfig, launch, resolve_config, warm
+from trainer_lib.launch import warm
+from trainer_lib.launch.base import launch
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.protocol.requests import Request
 
 R = TypeVar("R")

@@ -20,7 +20,7 @@ from tests.support.model_folders import publish_line, remove_fetched_code
 from tests.support.toy import RECIPE
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 HERE = LaunchConfig(kind="in_process", processes=1)

@@ -32,7 +32,7 @@ from trainer_lib.errors import (
     Preempted,
     TrainflowError,
 )
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PreparedData, Request
 
 

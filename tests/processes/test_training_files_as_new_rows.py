@@ -26,7 +26,7 @@ from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.model_folder import export_model
 from trainer_lib.model_folder.locate import find_model
 from trainer_lib.protocol.recipe_names import recipe_file

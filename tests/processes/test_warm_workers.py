@@ -19,8 +19,10 @@ import pytest
 from tests.support import tiny
 from tests.support.launched import request, wait_until
 from tests.support.repository import ROOT
-from trainer_lib.launch import LaunchConfig, launch, warm
+from trainer_lib.launch import warm
+from trainer_lib.launch.base import launch
 from trainer_lib.launch.run_dir import RunDir
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.launch.settings.variables import worker_environment
 from trainer_lib.protocol.requests import PreparedData
 
@@ -131,7 +133,8 @@ def test_one_without_a_launch_ends_with_its_folder() -> None:
 
 def test_one_ends_with_its_owner() -> None:
     code = (
-        "import time\nfrom trainer_lib.launch import LaunchConfig, warm\n"
+        "import time\nfrom trainer_lib.launch import warm\n"
+        "from trainer_lib.launch.settings.config import LaunchConfig\n"
         "warm.expect([('prepare', LaunchConfig(kind='process', processes=1))])\n"
         "print(warm._waiting[0].run_dir.path, flush=True)\ntime.sleep(300)"
     )

@@ -9,7 +9,8 @@ import pytest
 
 from tests.support.launched import wait_until
 from trainer_lib.errors import TrainflowError
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import Request
 
 

@@ -145,7 +145,8 @@ def _alive(process: psutil.Process) -> bool:
 
 def _main(folder: Path) -> None:
     from trainer_lib.errors import from_exception
-    from trainer_lib.launch import LaunchConfig, launch
+    from trainer_lib.launch.base import launch
+    from trainer_lib.launch.settings.config import LaunchConfig
 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job is started with it ignored
     job = json.loads((folder / "job.json").read_text())

@@ -51,7 +51,7 @@ ROOMS: dict[str, tuple[tuple[str, ...], str]] = {
     "loop": (("trainer_lib/trainer/loop.py", "trainer_lib/trainer/evaluator.py"), "trainer"),
     "evaluation": (("trainer_lib/evaluation/*.py",), "evaluation"),
     "optim": (("trainer_lib/optim/*.py",), "optim"),
-    "sharding": (("trainer_lib/distributed/sharding.py", "trainer_lib/strategies/fsdp/*.py"), "strategies trainer"),
+    "sharding": (("trainer_lib/distributed/sharding.py", "trainer_lib/strategies/fsdp.py"), "strategies trainer"),
     "launch": (("trainer_lib/launch/*.py", "trainer_lib/guard.py"), "launch"),
     "failures": (("tasks/stage/retry.py", "tasks/stage/runner.py", "tasks/stage/gates.py"), "tasks flows"),
     "flows": (

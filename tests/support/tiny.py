@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests.support.launched import request
-from trainer_lib.launch import LaunchConfig, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PreparedData, PrepareResult, Request
 
 R = TypeVar("R")

@@ -29,34 +29,6 @@ LOST_S = 2.0  # of one that was lost, which may have written nothing
 _OURS = (MARK, "TRAINFLOW_OWNER", "TRAINFLOW_GUARD")
 
 
-class Reports:
-    """The leading member's output so far; lines and events are passed on as they come."""
-
-    def __init__(self, run_dir: RunDir) -> None:
-        self._run_dir = run_dir
-        self.result: dict[str, Any] | None = None
-        self.failure: TrainflowError | None = None
-
-    def take(self, line: str) -> None:
-        """Take one line: a report of the member, or whatever else its machine has written."""
-        report = parse_record(line) if line.startswith("{") else {}
-        if "event" in report:
-            self.event(report["event"])
-        elif "result" in report:
-            self.result = report["result"]
-        elif "failure" in report:
-            self.failure = from_record(report["failure"])
-        elif "started" in report:  # for the second time where the cluster has put the job back into its queue
-            self.failure = None
-        else:
-            print(report.get("line", line), flush=True)  # noqa: T201 - the owner reads this process's output
-
-    def event(self, event: dict[str, Any]) -> None:
-        """Append an event to those that the owner of the launch reads."""
-        with (self._run_dir.path / "events.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(event) + "\n")
-
-
 class Driver:
     """Makes the calls of one engine for one job."""
 
@@ -64,7 +36,9 @@ class Driver:
         self._run_dir = run_dir
         self._engine = engine
         self._job = job
-        self._reports = Reports(run_dir)
+        # What the leading member has reported.
+        self._result: dict[str, Any] | None = None
+        self._reported: TrainflowError | None = None
         self._asked: float | None = None
         self._stopped = False
         self._doing = ""
@@ -88,26 +62,32 @@ class Driver:
             reason = f"The engine failed: {type(error).__name__}: {first_line(error)}"
             remedy = "The same command tries again; the traceback is in the details (--debug)."
             failure = InfrastructureError(reason, remedy=remedy, details=traceback.format_exc())
-        if not self._reports.result or failure is not None:
+        if not self._result or failure is not None:
             record = (failure or InfrastructureError("The engine ended without a result.")).to_record()
             self._run_dir.write_json("agent.json", {"failures": [], "failure": record})
             if record["step"] is not None:  # a launch that was cancelled says at which step it was saved
                 stop = {**record, "class": Preempted.__name__, "time": time.time()}
                 self._run_dir.write_json("error-rank0.json", stop)
         else:
-            self._run_dir.write_json("result.json", self._reports.result)
+            self._run_dir.write_json("result.json", self._result)
         self._engine.end(now=True)
         return 0 if failure is None else 1
 
     def _watch(self) -> State | None:
         """Pass on what comes, until there is a result or nothing is alive; None: left alone."""
         while True:
-            lines, state = self._engine.poll()
-            for line in lines:
-                self._reports.take(line)
-            if self._reports.result is not None or not isinstance(state, Alive):
-                return state if self._reports.result is not None else self._last_lines(state)
-            goes_on = self._say(state)
+            state = self._poll()
+            if self._result is not None or not isinstance(state, Alive):
+                # A shared file system shows the last lines of a machine that has ended late.
+                deadline = time.monotonic() + (REPORT_S if isinstance(state, Ended) else LOST_S)
+                while self._result is None and self._reported is None and time.monotonic() < deadline:
+                    time.sleep(POLL_S)
+                    self._poll()
+                return state
+            goes_on = state.doing != self._doing
+            if goes_on:
+                self._doing = state.doing
+                self._event({"t": time.time(), "event": "wait", "message": state.doing})
             if self._is_overdue():
                 self._engine.end(now=True)
             if self._stopped:
@@ -126,35 +106,40 @@ class Driver:
             self._asked = float("inf")
             self._engine.end(now=True)
 
-    def _last_lines(self, state: State) -> State:
-        """Wait for the last lines of a machine that has ended: a shared file system shows them late."""
-        deadline = time.monotonic() + (REPORT_S if isinstance(state, Ended) else LOST_S)
-        while time.monotonic() < deadline and self._reports.result is None and self._reports.failure is None:
-            time.sleep(POLL_S)
-            for line in self._engine.poll()[0]:
-                self._reports.take(line)
-        return state
-
     def _is_overdue(self) -> bool:
         """Whether the leading member has failed long ago, and others still hold their machines."""
-        if self._reports.failure is None or not self._engine.addresses():
+        if self._reported is None or not self._engine.addresses():
             self._failed = None
             return False
         self._failed = self._failed or time.monotonic()
         return time.monotonic() - self._failed > self._job.config.grace_s + REPORT_S
 
-    def _say(self, state: Alive) -> bool:
-        """Report what the machines do. Returns whether it is something else than before."""
-        if state.doing == self._doing:
-            return False
-        self._doing = state.doing
-        self._reports.event({"t": time.time(), "event": "wait", "message": state.doing})
-        return True
+    def _poll(self) -> State:
+        """Take the new lines: reports of the member, and whatever else its machine has written; return the state."""
+        lines, state = self._engine.poll()
+        for line in lines:
+            report = parse_record(line) if line.startswith("{") else {}
+            if "event" in report:
+                self._event(report["event"])
+            elif "result" in report:
+                self._result = report["result"]
+            elif "failure" in report:
+                self._reported = from_record(report["failure"])
+            elif "started" in report:  # for the second time where the cluster has put the job back into its queue
+                self._reported = None
+            else:
+                print(report.get("line", line), flush=True)  # noqa: T201 - the owner reads this process's output
+        return state
+
+    def _event(self, event: dict[str, Any]) -> None:
+        """Append an event to those that the owner of the launch reads."""
+        with (self._run_dir.path / "events.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(event) + "\n")
 
     def _failure(self, state: State) -> TrainflowError | None:
-        if self._reports.result is not None:
+        if self._result is not None:
             return None
-        reported = self._reports.failure
+        reported = self._reported
         if isinstance(state, Lost):
             # Why the machines went explains what the workers report of it, unless these have saved in time.
             if reported is None or isinstance(reported, InfrastructureError):

@@ -30,7 +30,8 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
 from trainer_lib.engines.base import read_member
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
-from trainer_lib.launch import follow, launch
+from trainer_lib.launch.base import launch
+from trainer_lib.launch.nodes import follow
 from trainer_lib.launch.settings.variables import free_port
 from trainer_lib.protocol.requests import read_request
 from trainer_lib.trackers.spool import SPOOL_DIR, TRACKED_RUN

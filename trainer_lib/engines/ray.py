@@ -94,7 +94,10 @@ class Ray:
         try:
             self._ray = join_cluster(address)
         except NO_CLUSTER as error:
-            raise self._unreachable(address, _in_one_line(error)) from error
+            versions = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"
+            what = f"The Ray cluster cannot be used from this machine: {_in_one_line(error)}."
+            remedy = f"Run the command on a machine of a cluster that has {versions} everywhere, with its token."
+            raise ConfigError(what, field="train.launch.address", value=address, remedy=remedy) from error
 
     def addresses(self) -> tuple[str, ...]:
         """Return the addresses of the machines."""
@@ -142,16 +145,12 @@ class Ray:
         # Ray frees the group of a driver that leaves.
         self._ray.shutdown()
 
-    def _unreachable(self, address: str, reason: str) -> ConfigError:
-        versions = f"Ray {importlib.metadata.version('ray')} and Python {platform.python_version()}"
-        what = f"The Ray cluster cannot be used from this machine: {reason}."
-        remedy = f"Run the command on a machine of a cluster that has {versions} everywhere, with its token."
-        return ConfigError(what, field="train.launch.address", value=address, remedy=remedy)
-
     def _wait_for_machines(self) -> State:
         """Ask for a group as soon as there are machines for it."""
         least, most = self._job.config.node_range
-        fitting = [node for node in self._ray.nodes() if node["Alive"] and self._fits(node["Resources"])]
+        asked = self._bundle.items()
+        alive = [node for node in self._ray.nodes() if node["Alive"]]
+        fitting = [node for node in alive if all(node["Resources"].get(name, 0) >= amount for name, amount in asked)]
         with_gpus = [node for node in fitting if node["Resources"].get("GPU")]
         if with_gpus and "GPU" not in self._bundle and self._job.takes_gpus:
             return Lost(no_gpus_asked(len(with_gpus)))
@@ -239,15 +238,11 @@ class Ray:
 
     def _look_for_drains(self) -> None:
         """Have the workers save before their machine is taken away. Ray offers this list to its own libraries."""
-        if self._drained is not None:
-            return
-        state = importlib.import_module("ray._private.state").state
-        drained = state.get_draining_nodes()
-        for place in self._places:
-            if place["node"] in drained:
-                self._drained = place["host"]
+        if self._drained is None:
+            drained = importlib.import_module("ray._private.state").state.get_draining_nodes()
+            self._drained = next((place["host"] for place in self._places if place["node"] in drained), None)
+            if self._drained is not None:
                 self._call(0, "tell", word="stop")
-                return
 
     def _call(self, index: int, method: str, **fields: Any) -> Any:
         """Call an agent; None when it does not answer, which is not yet a death."""
@@ -308,9 +303,6 @@ class Ray:
     def _preempted(self) -> TrainflowError:
         where = "a machine" if self._drained is None else f"the machine {self._drained}"
         return Preempted(f"The cluster took {where} back.", remedy="The same command continues.")
-
-    def _fits(self, offered: dict[str, float]) -> bool:
-        return all(offered.get(name, 0) >= amount for name, amount in self._bundle.items())
 
     def _offer(self, fitting: int) -> str:
         alive = [node for node in self._ray.nodes() if node["Alive"]]

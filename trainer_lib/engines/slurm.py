@@ -231,27 +231,18 @@ class Slurm:
             self._row = Row("UNKNOWN")
 
     def _ask(self) -> Row | None:
-        done = self._run("squeue", "--noheader", "--states=all", f"--jobs={self._number}", "--format=%T|%r|%N")
+        jobs = f"--jobs={self._number}"
+        done = self._run("squeue", "--noheader", "--states=all", jobs, "--format=%T|%r|%N")
         self._silent = done.returncode != 0 and bool(_UNREACHABLE.search(done.stderr))
-        rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
-        if done.returncode == 0 and rows:
-            state, reason, nodes = (part.strip() for part in rows[-1])
-            ended = state not in _WAITING | _WORKING
-            # squeue says neither an exit code nor who has cancelled it.
-            return (self._account() if ended else None) or Row(state, "" if ended else reason, nodes)
-        return self._account()
-
-    def _account(self) -> Row | None:
-        done = self._run(
-            *("sacct", "--noheader", "--parsable2", "--allocations", f"--jobs={self._number}"),
-            "--format=State,ExitCode,NodeList",
-        )
-        rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
-        if done.returncode != 0 or not rows:
-            return None
-        state, code, nodes = (part.strip() for part in rows[-1])
-        word, _, rest = state.partition(" ")  # "CANCELLED by 1000"
-        return Row(word, rest or code, nodes)
+        row = _last_row(done)
+        if row is not None and row.state in _WAITING | _WORKING:
+            return row
+        # squeue says neither an exit code nor who has cancelled it.
+        account = ("sacct", "--noheader", "--parsable2", "--allocations", jobs, "--format=State,ExitCode,NodeList")
+        if (ended := _last_row(self._run(*account))) is not None:
+            word, _, rest = ended.state.partition(" ")  # "CANCELLED by 1000"
+            return ended._replace(state=word, detail=rest or ended.detail)
+        return None if row is None else row._replace(detail="")
 
     def _is_active(self) -> bool:
         return self._row.state in _WAITING | _WORKING
@@ -359,6 +350,11 @@ def _base(job: Job) -> Path:
     what = "Slurm writes what a job prints into a folder, and the storage is not one."
     remedy = "Name a folder that all machines of the cluster see."
     raise errors.ConfigError(what, field="train.launch.engine_options.folder", value="none", remedy=remedy)
+
+
+def _last_row(done: subprocess.CompletedProcess[str]) -> Row | None:
+    rows = [line.split("|") for line in done.stdout.splitlines() if line.count("|") == 2]
+    return Row(*(part.strip() for part in rows[-1])) if rows and done.returncode == 0 else None
 
 
 def _exit_code(row: Row) -> int:

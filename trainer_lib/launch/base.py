@@ -66,19 +66,12 @@ _LIMIT = 4096
 
 
 @contextlib.contextmanager
-def held_devices(
-    config: LaunchConfig,
-    *,
-    on_devices: bool,
-    what: str,
-    on_event: Callable[[dict[str, Any]], None],
-    should_cancel: Callable[[], bool],
-) -> Iterator[tuple[int, ...]]:
+def held_devices(config: LaunchConfig, listener: Listener, *, on_devices: bool, what: str) -> Iterator[tuple[int, ...]]:
     """Wait until the devices of a launch are free for it, and hold them inside the block; others see `what` it does.
 
     Yields open files that the processes of the launch have to inherit: the devices are held until the last one has
-    ended. Raises ConfigError where a limit was given and cannot be kept, and Interrupted where `should_cancel` was
-    true.
+    ended. Raises ConfigError where a limit was given and cannot be kept, and Interrupted where the launch was
+    cancelled.
     """
     variables = {**os.environ, **config.env, **selection_variables(config.devices, config.device_order)}
     # The queue of an engine decides on its machines.
@@ -87,14 +80,14 @@ def held_devices(
     files: Sequence[int] = ()
     if limit != "any":
         try:
-            files = _wait_for(gpus or (CPU,), limit, what, on_event, should_cancel)
+            files = _wait_for(gpus or (CPU,), limit, what, listener)
         except OSError as error:
             reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
             message = f"It cannot be seen which launches use this machine's devices: {reason}."
             if config.per_device is not None:
                 remedy = "Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out."
                 raise refused("per_device", config.per_device, message, remedy) from error
-            on_event({"event": "warning", "message": f"{message} This one starts next to them."})
+            listener.on_event({"event": "warning", "message": f"{message} This one starts next to them."})
     try:
         yield tuple(files)
     finally:
@@ -102,27 +95,21 @@ def held_devices(
             os.close(descriptor)
 
 
-def _wait_for(
-    devices: Sequence[str],
-    limit: int,
-    what: str,
-    on_event: Callable[[dict[str, Any]], None],
-    should_cancel: Callable[[], bool],
-) -> list[int]:
+def _wait_for(devices: Sequence[str], limit: int, what: str, listener: Listener) -> list[int]:
     folder = state_folder("devices") / socket.gethostname()
     folder.mkdir(mode=0o700, exist_ok=True)
     began, said = time.monotonic(), float("-inf")
     names = ", ".join(devices)
     while isinstance(found := _take(folder, devices, limit, what), str):
-        if should_cancel():
+        if listener.should_cancel():
             raise Interrupted(f"Cancelled while it waited for {names}.", remedy="The same command continues.")
         if time.monotonic() - said >= SAY_S:
             said = time.monotonic()
-            on_event({"event": "wait", "message": f"waits for {found}"})
+            listener.on_event({"event": "wait", "message": f"waits for {found}"})
         time.sleep(POLL_S)
     if said > 0:
         free = f"{names[0].upper()}{names[1:]} can be used."
-        on_event({"event": "wait", "message": free, "waited_s": time.monotonic() - began})
+        listener.on_event({"event": "wait", "message": free, "waited_s": time.monotonic() - began})
     return found
 
 
@@ -162,17 +149,15 @@ def launch(
     what: str | None = None,
     shared: bool = False,
 ) -> R:
-    """Run one request in processes of its own and return its result. Blocks, and calls back in the calling thread.
+    """Run one request in separate processes and return its result. Blocks, and calls back in the calling thread.
 
-    Whatever ends this call (a result, a failure, Ctrl-C, an exception of a callback) also ends every process that it
-    started: SIGTERM first, on which the workers agree on a step, save and exit; SIGKILL after `grace_s`. If the caller
-    itself is killed, the guard ends them in the same way.
+    Whatever ends this call, Ctrl-C or an error of a callback included, also ends all of its processes: SIGTERM, on
+    which the workers agree on a step, save and exit; SIGKILL after `grace_s`. If the caller is killed, the guard does.
 
     Args:
         request: what to do. It is written to a private file and sent to other machines: it must not hold a secret.
         env: variables for the workers, which override `config.env`; secrets belong here.
-        on_line: called with the lines that the workers print.
-        on_event: called with progress events (step, loss, …).
+        on_line, on_event: called with the lines that the workers print, and with progress events (step, loss, …).
         should_cancel: polled; once it returns true, the workers are stopped gracefully and `Interrupted` is raised.
         what: what the launch does, for those that wait for its devices; None: its verb.
         shared: other launches may work on this output at the same time (`locks.shared_parts`).
@@ -180,9 +165,8 @@ def launch(
     Raises:
         TrainflowError: the typed failure of the first rank that failed.
     """
-    if not config.is_checked(use_cpu=request.use_cpu):
-        config = resolve_config(config, use_cpu=request.use_cpu)
-    restarts, hung_at = 0, set[int]()
+    config = resolve_config(config, use_cpu=request.use_cpu)
+    restarts, hung_at = 0, -2
 
     def pass_on(event: dict[str, Any]) -> None:
         nonlocal restarts
@@ -195,14 +179,13 @@ def launch(
             left = replace(config, max_restarts=max(0, config.max_restarts - restarts))
             return _attempt(request, left, env, listener, what or request.verb, shared=shared)
         except InfrastructureError as error:
-            # Only for failures of the surroundings: a mistake in the code or the data would fail again, and so would a
-            # hang that got no further than one before.
+            # Only for failures of the surroundings: a mistake in the code or the data would repeat, as does a hang that
+            # got no further than the one before.
             step = -1 if error.step is None else error.step
-            is_stuck = isinstance(error, HangError) and any(step <= before for before in hung_at)
-            if restarts >= config.max_restarts or is_stuck or listener.should_cancel():
+            is_hang = isinstance(error, HangError)
+            if restarts >= config.max_restarts or (is_hang and step <= hung_at) or listener.should_cancel():
                 raise
-            hung_at |= {step} if isinstance(error, HangError) else set()
-            restarts += 1
+            restarts, hung_at = restarts + 1, step if is_hang else hung_at
             message = f"{error.message} Starting again ({restarts} of {config.max_restarts})."
             on_event({"event": "warning", "message": message, "restart": restarts})
 
@@ -218,9 +201,8 @@ def _put_away(run_dir: RunDir, on_line: Callable[[str], None], *, debug: bool) -
 def _attempt(
     request: Request[R], config: LaunchConfig, env: Mapping[str, str], listener: Listener, what: str, *, shared: bool
 ) -> R:
-    """Wait for the devices, once the processes that an earlier launch of this output left behind have ended."""
-    variables = worker_environment if config.engine is None else engine_environment
-    environment = variables(config, env)
+    """Wait for the devices, once the processes that an earlier launch of this output left behind have ended; launch."""
+    environment = (worker_environment if config.engine is None else engine_environment)(config, env)
     worker = warm.take(request.verb, config, environment)
     with contextlib.ExitStack() as stack:
         if worker is not None:
@@ -236,21 +218,32 @@ def _attempt(
         stack.callback(_put_away, run_dir, listener.on_line, debug=request.debug)
         if config.engine is None:
             require_torch()
-        held = stack.enter_context(
-            held_devices(
-                config,
-                on_devices=request.uses_devices and not request.use_cpu,
-                what=what,
-                on_event=listener.on_event,
-                should_cancel=listener.should_cancel,
-            )
-        )
+        on_devices = request.uses_devices and not request.use_cpu
+        held = stack.enter_context(held_devices(config, listener, on_devices=on_devices, what=what))
         # The ranks of an enclosing job must not reach it: it is a world of one.
         if config.kind == "in_process":
             own = {**config.env, **env, **single_process()}
             return run_here(request, run_dir, own, listener.on_event)
         environment |= warm.launch_variables(run_dir)
-        return _supervise(request, config, run_dir, env, environment, listener, held, worker, shared)
+        # Of the variables that the workers of an engine need, the names: values may be secrets.
+        write_settings(run_dir, config, variables=sorted({*config.env, *env}), shared=shared)
+        command = _command(request.verb, config, run_dir, environment)
+        grace_s, timeout_s = config.grace_s, config.timeout_s
+        if config.engine is not None:
+            # The leading machine watches its workers; ending a job takes longer than ending a process.
+            grace_s, timeout_s = config.grace_s + ENGINE_END_S, None
+
+        def start() -> subprocess.Popen[bytes]:
+            begun = None if worker is None else worker.begin(environment, held)
+            return begun or start_guard(command, environment, run_dir, grace_s, held)
+
+        stacks_s = NODES_STACKS_S if config.several_nodes else STACKS_S
+        ending = Supervisor(start, run_dir, grace_s, timeout_s, listener, stacks_s=stacks_s).run_command()
+        result = run_dir.read_json("result.json")
+        # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
+        if result is not None and not run_dir.read_errors():
+            return request.read_result(result)
+        raise find_failure(run_dir, ending, direct=config.is_one_process)
 
 
 def run_here(
@@ -265,39 +258,6 @@ def run_here(
     with _turn, variables_kept(env):
         result: R = worker.run_here(request, run_dir, on_event)
     return result
-
-
-def _supervise(
-    request: Request[R],
-    config: LaunchConfig,
-    run_dir: RunDir,
-    env: Mapping[str, str],
-    environment: Mapping[str, str],
-    listener: Listener,
-    held: tuple[int, ...],
-    worker: warm.WarmWorker | None,
-    shared: bool,
-) -> R:
-    """Start the guard of the launch, or take that of a worker that waits, and stay until nothing of it is left."""
-    # Of the variables that the workers of an engine need, the names: values may be secrets.
-    write_settings(run_dir, config, variables=sorted({*config.env, *env}), shared=shared)
-    command = _command(request.verb, config, run_dir, environment)
-    grace_s, timeout_s = config.grace_s, config.timeout_s
-    if config.engine is not None:
-        # The leading machine watches its workers; ending a job takes longer than ending a process.
-        grace_s, timeout_s = config.grace_s + ENGINE_END_S, None
-
-    def start() -> subprocess.Popen[bytes]:
-        begun = None if worker is None else worker.begin(environment, held)
-        return begun or start_guard(command, environment, run_dir, grace_s, held)
-
-    stacks_s = NODES_STACKS_S if config.several_nodes else STACKS_S
-    ending = Supervisor(start, run_dir, grace_s, timeout_s, listener, stacks_s=stacks_s).run_command()
-    result = run_dir.read_json("result.json")
-    # Rank 0 writes the result once everything is on the store, so a process that dies later does not matter.
-    if result is not None and not run_dir.read_errors():
-        return request.read_result(result)
-    raise find_failure(run_dir, ending, direct=config.is_one_process)
 
 
 def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapping[str, str]) -> list[str]:

@@ -40,16 +40,18 @@ _OURS = Path(__file__).resolve().parents[1]
 _STANDARD = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 
 
-def describe_places(stacks: Mapping[str, str]) -> str | None:
+def describe_places(stacks: Mapping[int, str]) -> str | None:
     """The places of ranks in their stacks: "rank 1 in collate (recipe.py:12), rank 0 in wait (ops.py:7)", or None."""
     ranks_at: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         place = _find_place(text)
         if place is not None:
-            ranks_at.setdefault(place, []).append(int(rank))
+            ranks_at.setdefault(place, []).append(rank)
     # The place of the fewest ranks first: usually one rank is stuck, and the others wait for it.
     ordered = sorted(ranks_at.items(), key=lambda item: (len(item[1]), item[1]))
-    places = [f"{_name_ranks(sorted(ranks))} in {place}" for place, ranks in ordered[:_MOST_PLACES]]
+    places = []
+    for place, ranks in ordered[:_MOST_PLACES]:
+        places.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {place}")
     return ", ".join(places) or None
 
 
@@ -69,10 +71,6 @@ def _is_users(file: str) -> bool:
     if {"site-packages", "dist-packages"} & set(path.parts) or file.startswith("<"):
         return False
     return not path.is_relative_to(_OURS) and not any(path.is_relative_to(folder) for folder in _STANDARD)
-
-
-def _name_ranks(ranks: list[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
@@ -110,43 +108,34 @@ def _find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> Trainflow
         return _stood_still(run_dir, ending, silence, "train.launch.timeout_s")
     if ending.cancelled:
         return _cancelled(stopped, ending)
-    agent = run_dir.read_json("agent.json") or {}
-    if agent.get("failure") is not None:
+    agent, guard = run_dir.read_json("agent.json"), run_dir.read_json("guard.json")
+    if agent is not None and agent.get("failure") is not None:
         return from_record(agent["failure"])
     for record in records:
         # A record is secondary when its rank only lost contact with another one.
         if not record.get("secondary") and record not in stopped:
             return from_record(record)
+    lost = [] if agent is None else agent.get("lost", [])
+    if not lost and any(record.get("timed_out") for record in records):  # a living rank did not come
+        what = "A rank did not come to a collective within ddp_timeout"
+        return _stood_still(run_dir, ending, what, "train.args.ddp_timeout")
     # A rank without a record explains more than the others' secondary ones.
-    dead = _waited_in_vain(run_dir, ending, records) or _died_without_record(
-        run_dir, ending, {int(record["rank"] or 0) for record in records}, direct=direct
-    )
-    if dead is not None:
-        return dead
-    if agent.get("lost"):
-        return _lost_machine(agent["lost"][0], ending)
-    # A negative code: the launcher itself was killed.
-    guard = run_dir.read_json("guard.json")
-    if guard is None or int(guard["code"]) < 0:
-        return _launcher_failed(guard, ending)
-    for record in [*stopped, *records]:
+    recorded = {int(record["rank"] or 0) for record in records}
+    for rank in _silent_ranks(run_dir, agent, guard, recorded, direct=direct):
+        return _died_silently(rank, ending)
+    for machine in lost:
+        return _lost_machine(machine, ending)
+    was_killed = guard is None or int(guard["code"]) < 0  # the launcher itself, or the guard
+    for record in [] if was_killed else [*stopped, *records]:
         return from_record(record)
     return _launcher_failed(guard, ending)
-
-
-def _waited_in_vain(run_dir: RunDir, ending: Ending, records: list[dict[str, Any]]) -> TrainflowError | None:
-    """Return the failure of a collective to which a living rank did not come; None when no rank reported that."""
-    lost = (run_dir.read_json("agent.json") or {}).get("lost")
-    if lost or not any(record.get("timed_out") for record in records):
-        return None
-    what = "A rank did not come to a collective within ddp_timeout"
-    return _stood_still(run_dir, ending, what, "train.args.ddp_timeout")
 
 
 def _stood_still(run_dir: RunDir, ending: Ending, what: str, field: str) -> TrainflowError:
     run_dir.keep()  # for its stacks and traces, which a message has no room for
     after = "" if ending.step is None else f" after step {ending.step}"
-    places = describe_places(run_dir.read_stacks())
+    stacks = run_dir.read_stacks()
+    places = describe_places(stacks)
     stood = "" if places is None else f" They stood still: {places}."
     return HangError(
         f"{what}{after}, so all workers were ended.{stood}",
@@ -154,7 +143,7 @@ def _stood_still(run_dir: RunDir, ending: Ending, what: str, field: str) -> Trai
         step=ending.step,
         remedy=f"The stack and the collective trace of every rank are in {run_dir.path}. "
         "Raise the limit if the work is just slow.",
-        details=run_dir.format_stacks() or ending.tail,
+        details="\n".join(f"--- rank {rank}\n{text}" for rank, text in stacks.items()) or ending.tail,
     )
 
 
@@ -165,42 +154,28 @@ def _cancelled(stopped: list[dict[str, Any]], ending: Ending) -> TrainflowError:
     return Interrupted(f"Cancelled; saved at step {step}.", step=step, remedy="The same command continues from there.")
 
 
-def _died_without_record(run_dir: RunDir, ending: Ending, recorded: set[int], *, direct: bool) -> TrainflowError | None:
-    """Return the failure of the first rank that ended without a record: by a signal, or by an exit code."""
-    agent = run_dir.read_json("agent.json")
-    guard = run_dir.read_json("guard.json")
+def _silent_ranks(
+    run_dir: RunDir, agent: dict[str, Any] | None, guard: dict[str, Any] | None, recorded: set[int], *, direct: bool
+) -> list[dict[str, Any]]:
+    """Return how ranks ended that have no record, by a signal or by an exit code; first the one to blame."""
     if agent is not None:
-        silent = [rank for rank in agent["failures"] if rank["rank"] not in recorded]
-        # A rank that SIGTERM ended before it could write a record is a consequence, whatever the clocks say, which
-        # count whole seconds; a rank that crashed is a cause.
-        silent.sort(key=lambda rank: (_is_consequence(int(rank["exitcode"])), rank["time"], rank["rank"]))
-    elif guard is not None and direct and not recorded:
-        silent = [{"rank": 0, "exitcode": guard["code"]}]
-    elif guard is not None and not direct:
-        silent = _silent_workers(run_dir, recorded, int(guard["code"]))
-    else:
-        return None
-    for rank in silent:
-        killed_for_memory = ending.out_of_memory or bool(rank.get("out_of_memory"))
-        return _silent_rank(int(rank["rank"]), int(rank["exitcode"]), ending, rank.get("host"), killed_for_memory)
-    return None
 
+        def blame(rank: dict[str, Any]) -> tuple[Any, ...]:
+            # A rank that SIGTERM ended before it could write a record is a consequence, whatever the clocks say, which
+            # count whole seconds; a rank that crashed is a cause.
+            code = int(rank["exitcode"])
+            return 0 if -code in _CRASHES else 2 if code == -signal.SIGTERM else 1, rank["time"], rank["rank"]
 
-def _is_consequence(code: int) -> int:
-    """Order of blame: 0 for a rank that crashed, 1 for one that ended by itself, 2 for one that was asked to end."""
-    return 0 if -code in _CRASHES else 2 if code == -signal.SIGTERM else 1
-
-
-def _silent_workers(run_dir: RunDir, recorded: set[int], code: int) -> list[dict[str, Any]]:
-    """Return the ranks without a record, under a launcher that only exits with the code of the first that failed.
-
-    A launcher that was killed itself, or that ended well, blames no rank.
-    """
-    if code <= 0:
+        return sorted((rank for rank in agent["failures"] if rank["rank"] not in recorded), key=blame)
+    code = 0 if guard is None else int(guard["code"])
+    if direct:
+        return [] if guard is None or recorded else [{"rank": 0, "exitcode": code}]
+    if code <= 0:  # a launcher that was killed itself, or that ended well, blames no rank
         return []
-    signalled = 256 - code if code > 200 else 0  # a Python launcher's sys.exit(-9) is exit code 247
+    # Others exit with the code of the first that failed; a Python launcher's sys.exit(-9) is exit code 247.
+    code = code - 256 if code > 200 else code
     ranks = sorted(int(path.stem.removeprefix("worker-")) for path in run_dir.path.glob("worker-*.pid"))
-    return [{"rank": rank, "exitcode": -signalled or code} for rank in ranks if rank not in recorded]
+    return [{"rank": rank, "exitcode": code} for rank in ranks if rank not in recorded]
 
 
 def _lost_machine(machine: dict[str, Any], ending: Ending) -> TrainflowError:
@@ -210,10 +185,11 @@ def _lost_machine(machine: dict[str, Any], ending: Ending) -> TrainflowError:
     return InfrastructureError(what, field="train.launch.nodes", step=ending.step, remedy=remedy, details=ending.tail)
 
 
-def _silent_rank(rank: int, code: int, ending: Ending, host: str | None, killed_for_memory: bool) -> TrainflowError:
+def _died_silently(ended: dict[str, Any], ending: Ending) -> TrainflowError:
+    rank, code, host = int(ended["rank"]), int(ended["exitcode"]), ended.get("host")
     where: dict[str, Any] = {"rank": rank, "step": ending.step, "details": ending.tail}
     when = ("" if host is None else f" on {host}") + ("" if ending.step is None else f" at step {ending.step}")
-    if code == -signal.SIGKILL and killed_for_memory:
+    if code == -signal.SIGKILL and (ending.out_of_memory or ended.get("out_of_memory")):
         return OutOfMemoryError(
             f"Rank {rank} was killed by the kernel{when}: the machine's (or container's) memory ran out.",
             remedy="Lower per_device_train_batch_size (the global batch stays the same if global_batch_size is set), "

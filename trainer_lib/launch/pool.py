@@ -25,9 +25,10 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
+from functools import partial
 from importlib import metadata
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from typing_extensions import override
 
@@ -58,14 +59,6 @@ _LIMIT = 1 << 26
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class PoolResult(Generic[R]):
-    """The workers' answers, and the failures of lost workers."""
-
-    answers: tuple[R, ...]
-    lost: tuple[InfrastructureError, ...]
-
-
 def apart(config: LaunchConfig, *, on_devices: bool = True) -> list[LaunchConfig]:
     """A resolved configuration of several processes as several of one, with the same threads and, `on_devices`, a GPU.
 
@@ -92,42 +85,42 @@ def launch_workers(
     env: Mapping[str, str],
     on_line: Callable[[str], None],
     on_event: Callable[[dict[str, Any]], None],
-    should_cancel: Callable[[], bool] | None = None,
+    should_cancel: Callable[[], bool] = lambda: False,
     what: str | None = None,
-) -> PoolResult[R]:
+) -> tuple[R, ...]:
     """Run one request in a launch for every configuration. Blocks, and calls back in the calling thread.
 
-    Raises:
-        TrainflowError: a failure that would meet every worker, or that of the last one when all are lost.
+    Returns the answers of the workers that were not lost. Raises TrainflowError: a failure that would meet every
+    worker, or that of the last one when all are lost.
     """
-    progress = Progress(on_event)
+    progress, start = Progress(on_event), partial(launch, request, env=env, what=what, shared=True)
     if len(configs) == 1:
-        answer = launch(
-            request,
-            configs[0],
-            env=env,
-            on_line=on_line,
-            on_event=lambda event: progress.event(0, event),
-            should_cancel=should_cancel,
-            what=what,
-            shared=True,
-        )
-        return PoolResult((answer,), ())
-    messages: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
-    stop = threading.Event()
-    threads = [
-        threading.Thread(
-            target=_run_one,
-            args=(request, config, number, env, what, messages, stop),
-            name=f"trainflow-worker-{number}",
-            daemon=True,
-        )
-        for number, config in enumerate(configs)
-    ]
+        report = partial(progress.event, 0)
+        return (start(configs[0], on_line=on_line, on_event=report, should_cancel=should_cancel),)
+    calls: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()  # that this thread has to make
+    stop, ends = threading.Event(), list[Any]()
+
+    def run(number: int, config: LaunchConfig) -> None:
+        try:
+            end: Any = start(
+                config,
+                on_line=lambda line: calls.put(partial(on_line, f"[worker {number}] {line}")),
+                on_event=lambda event: calls.put(partial(progress.event, number, event)),
+                should_cancel=stop.is_set,
+            )
+        except BaseException as error:
+            end = error
+        calls.put(partial(ends.append, end))
+
+    threads = [threading.Thread(target=run, args=worker, daemon=True) for worker in enumerate(configs)]
     for thread in threads:
         thread.start()
     try:
-        ends = _listen(messages, len(configs), stop, should_cancel or (lambda: False), on_line, progress)
+        while len(ends) < len(configs):
+            if should_cancel() or any(map(would_meet_all, ends)):
+                stop.set()
+            with contextlib.suppress(queue.Empty):
+                calls.get(timeout=POLL_S)()
     finally:
         # Also when a callback raises, or on Ctrl-C: launches end their own processes.
         stop.set()
@@ -136,68 +129,16 @@ def launch_workers(
     return settle(ends, on_event)
 
 
-def _run_one(
-    request: Request[Any],
-    config: LaunchConfig,
-    number: int,
-    env: Mapping[str, str],
-    what: str | None,
-    messages: queue.SimpleQueue[tuple[int, Any]],
-    stop: threading.Event,
-) -> None:
-    """Launch one worker, and put all that it says into the queue, last how it ended."""
-    try:
-        ended: object = launch(
-            request,
-            config,
-            env=env,
-            on_line=lambda line: messages.put((number, line)),
-            on_event=lambda event: messages.put((number, event)),
-            should_cancel=stop.is_set,
-            what=what,
-            shared=True,
-        )
-    except BaseException as error:
-        ended = error
-    messages.put((number, _Ended(ended)))
+def would_meet_all(end: Any) -> bool:
+    """Whether a worker ended by a failure that would meet every other worker, too."""
+    return isinstance(end, BaseException) and not isinstance(end, InfrastructureError)
 
 
-@dataclass(frozen=True)
-class _Ended:
-    how: Any
-
-
-def _listen(
-    messages: queue.SimpleQueue[tuple[int, Any]],
-    count: int,
-    stop: threading.Event,
-    should_cancel: Callable[[], bool],
-    on_line: Callable[[str], None],
-    progress: Progress,
-) -> list[Any]:
-    """Pass on what the workers say until all have ended; return how they ended, in the order of their ends."""
-    ends: list[Any] = []
-    while len(ends) < count:
-        if should_cancel():
-            stop.set()
-        with contextlib.suppress(queue.Empty):
-            number, message = messages.get(timeout=POLL_S)
-            if isinstance(message, str):
-                on_line(f"[worker {number}] {message}")
-            elif isinstance(message, dict):
-                progress.event(number, message)
-            else:
-                ends.append(message.how)
-                if isinstance(message.how, BaseException) and not isinstance(message.how, InfrastructureError):
-                    stop.set()
-    return ends
-
-
-def settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> PoolResult[Any]:
-    """Make one result of how the workers ended; raise a failure that would meet all, or the last where all are lost."""
+def settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> tuple[Any, ...]:
+    """Return the answers of how the workers ended; raise a failure that would meet all, or the last of lost ones."""
     answers = [end for end in ends if not isinstance(end, BaseException)]
     lost = [end for end in ends if isinstance(end, InfrastructureError)]
-    failures = [end for end in ends if isinstance(end, BaseException) and not isinstance(end, InfrastructureError)]
+    failures = list(filter(would_meet_all, ends))
     # The others were stopped because of the first.
     if failures:
         raise next((end for end in failures if not isinstance(end, Interrupted)), failures[0])
@@ -206,7 +147,7 @@ def settle(ends: Sequence[Any], on_event: Callable[[dict[str, Any]], None]) -> P
     for error in lost:
         message = f"A worker was lost; the others took over its part. {error.message}"
         on_event({"event": "warning", "message": message})
-    return PoolResult(tuple(answers), tuple(lost))
+    return tuple(answers)
 
 
 class Progress:
@@ -349,7 +290,13 @@ def launch_reported(text: str) -> str:
     """Carry out a request as the text of `Owner.job` says, on this machine; return as text how it ended."""
     asked = parse_json(text)
     try:
-        _require_installation(asked["installation"], field=f"{asked['request']['verb']}.runner")
+        for name, here in _installation().items():
+            if (owners := asked["installation"][name]) != here:
+                raise ConfigError(
+                    f"The machine {socket.gethostname()} of the cluster has {name} {here}, and the command {owners}.",
+                    field=f"{asked['request']['verb']}.runner",
+                    remedy="Use the same Python environment on all machines.",
+                )
         request = read_request(asked["request"])
         folder = Store.open(request.output).child(CLAIMS, asked["folder"])
         with Reporter(folder, asked["number"]) as reporter:
@@ -370,13 +317,3 @@ def launch_reported(text: str) -> str:
 def _installation() -> dict[str, str]:
     """The versions that have to be the same on all machines: with others, a key would name other bytes."""
     return {"Python": ".".join(platform.python_version_tuple()[:2]), "trainflow": metadata.version("trainflow")}
-
-
-def _require_installation(owners: Mapping[str, str], *, field: str) -> None:
-    for name, here in _installation().items():
-        if owners[name] != here:
-            raise ConfigError(
-                f"The machine {socket.gethostname()} of the cluster has {name} {here}, and the command {owners[name]}.",
-                field=field,
-                remedy="Use the same Python environment on all machines.",
-            )

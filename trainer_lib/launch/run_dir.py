@@ -24,6 +24,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -43,6 +44,7 @@ from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 POLL_S = 0.1
 HALF_MADE_S = 3600.0  # a younger folder without an owner may be one that is just being made
 _LOADING_S = 0.01
+PLACES = re.compile(r"stack-\d+\.txt|trace-\d+\.json")
 _PLACE = "place"
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
@@ -97,14 +99,14 @@ class RunDir:
                 _sweep_one(path, digest, grace_s, should_cancel)
         run_dir = made or cls.make()
         with _typed_if_full(run_dir):
-            run_dir._write(_PLACE, digest)
+            run_dir.write(_PLACE, digest)
             run_dir.write_json("request.json", request)
             (run_dir.path / _RESERVE).write_bytes(bytes(_RESERVE_BYTES))
         return run_dir
 
     def record_process(self, name: str, pid: int) -> None:
         """Record a process of this launch with its start time, which a later process with its pid does not share."""
-        self._write(f"{name}.pid", f"{pid} {start_time(pid)}")
+        self.write(f"{name}.pid", f"{pid} {start_time(pid)}")
 
     def find_processes(self) -> set[Process]:
         """Return the launch's living processes: the recorded ones, and those with its mark in their environment.
@@ -130,7 +132,7 @@ class RunDir:
 
     def write_json(self, name: str, value: dict[str, Any]) -> None:
         """Write a file atomically: a reader finds all of it, or no file."""
-        self._write(name, json.dumps(value))
+        self.write(name, json.dumps(value))
 
     def read_json(self, name: str) -> dict[str, Any] | None:
         """Return the content of a file; None if it was never written."""
@@ -161,30 +163,15 @@ class RunDir:
                 events.append(parse_json(line, dict))
         return events
 
-    def format_stacks(self) -> str:
-        """Return the stacks of all ranks as one text."""
-        found = sorted(self.read_stacks().items(), key=lambda item: int(item[0]))
-        return "\n".join(f"--- rank {rank}\n{text}" for rank, text in found)
+    def read_stacks(self) -> dict[int, str]:
+        """Return the stacks that ranks wrote, in the order of the ranks, without empty ones."""
+        stacks = {int(name[6:-4]): text for name, text in self.read_places().items() if name.startswith("stack")}
+        return dict(sorted(stacks.items()))
 
-    def read_stacks(self) -> dict[str, str]:
-        """Return the stacks that ranks wrote, by rank, without empty ones."""
-        return {rank: text for rank, text in self._read_by_rank("stack-*.txt").items() if text}
-
-    def write_stack(self, rank: str, text: str) -> None:
-        """Write the stack of a rank on another machine."""
-        self._write(f"stack-{int(rank)}.txt", text)
-
-    def write_trace(self, rank: str, text: str) -> None:
-        """Write the collective trace of a rank, as JSON text."""
-        self._write(f"trace-{int(rank)}.json", text)
-
-    def read_traces(self) -> dict[str, str]:
-        """Return the collective traces that ranks wrote, by rank, as JSON texts."""
-        return self._read_by_rank("trace-*.json")
-
-    def _read_by_rank(self, pattern: str) -> dict[str, str]:
-        files = {path.stem.rpartition("-")[2]: path for path in self.path.glob(pattern)}
-        return {rank: path.read_text(errors="replace") for rank, path in files.items() if rank.isdigit()}
+    def read_places(self) -> dict[str, str]:
+        """Return the files with the stacks and the collective traces of ranks, without empty ones."""
+        files = {path.name: path for path in self.path.glob("*-*.*") if PLACES.fullmatch(path.name)}
+        return {name: text for name, path in files.items() if (text := path.read_text(errors="replace"))}
 
     def find_workers(self) -> list[Process]:
         """Return the workers of this machine that have recorded themselves."""
@@ -193,7 +180,7 @@ class RunDir:
 
     def request_stacks(self) -> None:
         """Ask every rank, on all machines, to write its stack."""
-        self._write("stacks.asked", "")
+        self.write("stacks.asked", "")
 
     def has_stacks_request(self) -> bool:
         """Whether the owner has asked for the stacks."""
@@ -202,7 +189,7 @@ class RunDir:
     def mark_cancelled(self) -> None:
         """Record that the owner ends the launch, so that it is not attempted again."""
         with suppress(OSError):
-            self._write("cancelled", "")
+            self.write("cancelled", "")
 
     def was_cancelled(self) -> bool:
         """Whether the owner has ended the launch."""
@@ -226,7 +213,7 @@ class RunDir:
 
     def keep(self) -> None:
         """Keep the folder for a user who wants to look into it: later launches do not remove it."""
-        self._write("keep", "")
+        self.write("keep", "")
 
     def close(self) -> None:
         """Remove the folder when the launch ends; of a kept folder all but stacks and traces."""
@@ -245,7 +232,8 @@ class RunDir:
         with suppress(OSError):
             self.path.parent.rmdir()
 
-    def _write(self, name: str, text: str) -> None:
+    def write(self, name: str, text: str) -> None:
+        """Write a file atomically, into the reserve where the disk is full."""
         try:
             self._write_whole(name, text)
         except OSError as error:

@@ -33,7 +33,7 @@ from trainer_lib.errors import InfrastructureError, Interrupted, TrainflowError,
 from trainer_lib.guard import is_alive, send_signal
 from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.nodes import NOTHING
-from trainer_lib.launch.run_dir import RunDir, read_settings
+from trainer_lib.launch.run_dir import PLACES, RunDir, read_settings
 from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.variables import thread_variables, threads_of
 from trainer_lib.launch.supervise import Ending, OomWatch
@@ -209,8 +209,7 @@ class FollowerWatch(Watch):
                 send_signal(process, signal.SIGUSR1)
             # The workers need a moment to write.
             time.sleep(STACKS_S)
-            self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_stacks())
-            self._rendezvous.set(f"traces/{self._number}", self._run_dir.read_traces())
+            self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_places())
         if self._over_since is not None or self._rendezvous.get("end"):
             self._end_attempt()
 
@@ -275,13 +274,12 @@ class LeaderWatch(Watch):
 
     def _read_stacks(self) -> None:
         for number in self._pulses.numbers:
-            if number in self._answered or (traces := self._rendezvous.get(f"traces/{number}")) is None:
-                continue  # a machine writes its traces last
+            if number in self._answered or (stacks := self._rendezvous.get(f"stacks/{number}")) is None:
+                continue
             self._answered.add(number)
-            for name, text in self._rendezvous.get(f"stacks/{number}").items():
-                self._run_dir.write_stack(name, text)
-            for name, text in traces.items():
-                self._run_dir.write_trace(name, text)
+            for name, text in stacks.items():
+                if PLACES.fullmatch(name):  # it comes from another machine
+                    self._run_dir.write(name, text)
 
     def _read_accounts(self) -> None:
         self._pulses.look()

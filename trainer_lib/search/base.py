@@ -11,7 +11,6 @@ One trial::
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -148,11 +147,6 @@ def _plain(value: Any) -> Any:
     """An enum counts as its value, as arguments take it; a number of numpy as Python's."""
     value = getattr(value, "value", value)
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value
-
-
-def is_finite(values: Sequence[float]) -> bool:
-    """Whether every value is finite, so that trials can be compared."""
-    return all(math.isfinite(value) for value in values)
 
 
 class SharedTrial:

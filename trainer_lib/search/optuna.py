@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import os
 import re
 import socket
@@ -34,7 +35,6 @@ from trainer_lib.search.base import (
     TrialPruned,
     TrialRun,
     default_hp_space_optuna,
-    is_finite,
     json_values,
     parse_objective,
     require_end,
@@ -159,7 +159,7 @@ class OptunaSearch:
             raise ConfigError(what, field="storage", value=type(error).__name__, remedy=remedy) from error
         if options.get("sampler") is None:
             # Optuna's own default, with a seed. Counting the trials keeps a continued study from drawing values again.
-            seed = self._runner.args.seed + len(self._study.trials)
+            seed = self._runner.trainer.args.seed + len(self._study.trials)
             several = len(self._settings.directions) > 1
             self._study.sampler = (optuna.samplers.NSGAIISampler if several else optuna.samplers.TPESampler)(seed=seed)
         if options.get("load_if_exists"):
@@ -236,7 +236,7 @@ class OptunaSearch:
             self._failure = error
             _log.warning("Trial %s failed; the search continues: %s", plan["name"], error)
             raise _TrialFailed(str(error)) from error
-        if not is_finite(objective):
+        if not all(map(math.isfinite, objective)):
             _log.warning("Trial %s has no finite objective (%s): it counts as failed.", plan["name"], objective)
             raise _TrialFailed(f"no finite objective: {objective}")
         return objective

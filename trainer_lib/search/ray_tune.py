@@ -113,7 +113,6 @@ _OURS = {
 _NEEDS_SAVES = ("PopulationBasedTraining", "HyperBandScheduler")
 _RETRIES = 3
 _POINTER = "checkpoint.json"
-_ANALYSIS = "ray.tune.analysis.experiment_analysis"
 _VARIABLES = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_AIR_NEW_OUTPUT": "0",  # it prints, also where nothing is to be printed
@@ -138,7 +137,13 @@ def train_trial(config: dict[str, Any], sent: Any = None) -> None:
     """The function that Tune calls in a trial's process: make the Trainer, and train."""
     logging.getLogger("ray.train").setLevel(logging.WARNING)  # a line for every pointer
     try:
-        process = _make_process(sent)
+        parts = sent["parts"]
+        trainer = put_together(
+            ray.get(parts["class"]), lambda: dict(zip(parts, ray.get(list(parts.values())), strict=True))
+        )
+        given = {name: ray.get(ref) for name, ref in sent["functions"].items()}
+        settings = SearchSettings(hp_space=None, n_trials=None, directions=sent["directions"], **given)
+        process = TrialProcess(trainer, settings, tune.get_context().get_trial_id(), _report)
     except Exception as error:
         report_failure(error, _report)
         return
@@ -147,17 +152,6 @@ def train_trial(config: dict[str, Any], sent: Any = None) -> None:
         with checkpoint.as_directory() as folder:
             pointer = read_json(Path(folder) / _POINTER, dict)
     process.run("ray", config, pointer)
-
-
-def _make_process(sent: Mapping[str, Any]) -> TrialProcess:
-    def fetch() -> dict[str, Any]:
-        return dict(zip(parts, ray.get(list(parts.values())), strict=True))
-
-    parts = sent["parts"]
-    trainer = put_together(ray.get(parts["class"]), fetch)
-    given = {name: ray.get(ref) for name, ref in sent["functions"].items()}
-    settings = SearchSettings(hp_space=None, n_trials=None, directions=sent["directions"], **given)
-    return TrialProcess(trainer, settings, tune.get_context().get_trial_id(), _report)
 
 
 def _report(values: dict[str, Any], pointer: Mapping[str, Any] | None) -> None:
@@ -243,7 +237,7 @@ class RaySearch:
         return dict(space)
 
     def _read_scheduler(self) -> Any:
-        given, args = self._options.get("scheduler"), self._runner.args
+        given, args = self._options.get("scheduler"), self._runner.trainer.args
         scheduler = tune.schedulers.create_scheduler(given) if isinstance(given, str) else given
         if scheduler is None or type(scheduler) is tune.schedulers.FIFOScheduler:
             return scheduler
@@ -263,7 +257,7 @@ class RaySearch:
         machines = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         asked = self._options.get("resources_per_trial")
         if asked is None:
-            gpus = any(machine.get("GPU") for machine in machines) and not self._runner.args.use_cpu
+            gpus = any(machine.get("GPU") for machine in machines) and not self._runner.trainer.args.use_cpu
             asked = {"cpu": 1, "gpu": 1} if gpus else {"cpu": 1}
         read = tune.execution.placement_groups.resource_dict_to_pg_factory
         factory = read(asked) if isinstance(asked, dict) else asked
@@ -288,8 +282,12 @@ class RaySearch:
         with variables_kept(_VARIABLES, *_SET_BY_RAY), handled, _cluster():
             resources, stops = self._check_resources(), _Stops(self._options.get("stop"))
             sent = {"directions": self._settings.directions, **self._send()}
-            with warnings.catch_warnings(), _quiet(logging.getLogger(_ANALYSIS)):
+            with warnings.catch_warnings(), contextlib.ExitStack() as stack:
                 warnings.simplefilter("ignore")  # what Ray says of itself
+                # It misses the files of Tune's loggers, which are off: trials report to what report_to says.
+                analysis_log = logging.getLogger("ray.tune.analysis.experiment_analysis")
+                stack.callback(analysis_log.setLevel, analysis_log.level)
+                analysis_log.setLevel(logging.ERROR)
                 analysis = tune.run(
                     tune.with_parameters(train_trial, sent=sent),
                     config=self._space,
@@ -310,12 +308,12 @@ class RaySearch:
         search = tune.search.create_searcher(search) if isinstance(search, str) else search
         limit = self._options.get("max_concurrent_trials")
         if search is None:
-            seed = self._runner.args.seed
+            seed = self._runner.trainer.args.seed
             search = tune.search.BasicVariantGenerator(max_concurrent=limit or 0, random_state=seed)
             limit = None
         for field, thing in (("scheduler", self._scheduler), ("search_alg", search)):
             _give_objective(field, thing, mode)
-        output = absolute_output(self._runner.args.output_dir)
+        output = absolute_output(self._runner.trainer.args.output_dir)
         return {
             "name": f"search-{uuid.uuid4().hex[:8]}",
             "storage_path": self._options.get("storage_path") or f"{output}/ray-tune",
@@ -381,17 +379,6 @@ def _is_json(value: Any) -> bool:
 
 def _amounts(resources: Mapping[str, float], names: list[str]) -> str:
     return ", ".join(f"{name} {resources.get(name, 0):g}" for name in names)
-
-
-@contextlib.contextmanager
-def _quiet(log: logging.Logger) -> Iterator[None]:
-    """Tune misses the files of its loggers, which are off: trials report to what report_to says."""
-    level = log.level
-    log.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        log.setLevel(level)
 
 
 @contextlib.contextmanager

@@ -56,15 +56,11 @@ def take_apart(trainer: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def sent_as_reference(trainer: Any) -> Iterator[None]:
     """Inside, a part that refers to the Trainer takes along a reference to the new one, and not the Trainer."""
-    trainer.__reduce_ex__ = _reduce
+    trainer.__reduce_ex__ = lambda protocol: (_the_new_one, ())
     try:
         yield
     finally:
         del trainer.__reduce_ex__
-
-
-def _reduce(protocol: object) -> tuple[Callable[[], Any], tuple[()]]:
-    return _the_new_one, ()
 
 
 def _the_new_one() -> Any:
@@ -180,22 +176,18 @@ class TrialProcess(TrainerCallback):
     def run(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None) -> None:
         """Train from where the trial is to its end. What goes wrong is reported, not raised."""
         try:
-            self._train(backend, given, pointer)
+            values = self._values = json_values(given, _REMEDY)
+            name, hp_name = f"run-{self._trial}", self._settings.hp_name
+            if hp_name is not None:
+                name = f"{hp_name(values)}-{self._trial}".replace("/", "-")
+            place = self._place = find_place(self._output, self._trial, name, values, pointer)
+            self._origin = pointer if place.origin is not None else None
+            self._trainer.callback_handler.add_callback(self)
+            run = TrialRun(place.folder, values, values, resumed=True, judge=self._judge, origin=place.origin)
+            self._trainer._trainflow.trials.train_one(self._settings, backend, run)
+            self._flush(ended=True)
         except Exception as error:
             report_failure(error, self._report, step=self._trainer.state.global_step)
-
-    def _train(self, backend: str, given: Mapping[str, Any], pointer: Pointer | None) -> None:
-        values = self._values = json_values(given, _REMEDY)
-        name, hp_name = f"run-{self._trial}", self._settings.hp_name
-        if hp_name is not None:
-            name = f"{hp_name(values)}-{self._trial}".replace("/", "-")
-        place = self._place = find_place(self._output, self._trial, name, values, pointer)
-        self._origin = pointer if place.origin is not None else None
-        self._trainer.callback_handler.add_callback(self)
-        run = TrialRun(place.folder, values, values, resumed=True, judge=self._judge, origin=place.origin)
-        trials = self._trainer._trainflow.trials
-        trials.train_one(self._settings, backend, run)
-        self._flush(ended=True)
 
     def _judge(self, metrics: Mapping[str, float], step: int | None) -> tuple[list[float], bool]:
         values = parse_objective(self._settings.compute_objective(dict(metrics)), 1)

@@ -51,11 +51,6 @@ class TrialRunner:
         trainer.hp_search_backend = trainer.objective = trainer._trial = None
 
     @property
-    def args(self) -> TrainingArguments:
-        """The Trainer's arguments; the trial's copy of them while a trial runs."""
-        return self._trainer.args
-
-    @property
     def comm(self) -> Communicator:
         """The ranks that train together."""
         return self._parts.comm

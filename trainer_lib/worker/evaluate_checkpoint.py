@@ -6,8 +6,6 @@ with as many processes the metrics are equal bit for bit.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.data.rows.shards import ArrowSplit
@@ -20,9 +18,6 @@ from trainer_lib.trackers.vendors import numbers_only
 from trainer_lib.trainer.model.seeding import restore_seeds
 from trainer_lib.worker.process.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
 from trainer_lib.worker.process.session import Work
-
-if TYPE_CHECKING:
-    from trainer_lib.trainer import Trainer
 
 # What an evaluation logs besides its metrics.
 _POSITION = ("global_step", "max_steps", "epoch", "num_input_tokens_seen")
@@ -43,21 +38,11 @@ def run(work: Work[EvaluateCheckpointRequest]) -> CheckpointMetrics:
         eval_dataset=ArrowSplit(prepared, request.eval_split),
     )
     add_metrics(trainer, request.metrics)
-    _enter(trainer, request.checkpoint)
-    step = trainer.state.global_step
-    work.events.emit("progress", message=f"evaluating the checkpoint of step {step}")
-    metrics = trainer.evaluate()
-    trainer._trainflow.comm.barrier()
-    distributed.shutdown()
-    return CheckpointMetrics(step, numbers_only(metrics))
-
-
-def _enter(trainer: Trainer, url: str) -> None:
-    """Bring the Trainer to where the training was when it wrote the checkpoint; the optimizer is left out."""
+    # Where the training was when it wrote the checkpoint; the optimizer is left out.
     internals = trainer._trainflow
     internals.model.prepare()
-    internals.restore.load_model(url)
-    loaded = internals.restore.open(url)
+    internals.restore.load_model(request.checkpoint)
+    loaded = internals.restore.open(request.checkpoint)
     saved = TrainerState.from_dict(loaded.trainer_state)
     for name in _POSITION:
         setattr(trainer.state, name, getattr(saved, name))
@@ -66,3 +51,9 @@ def _enter(trainer: Trainer, url: str) -> None:
         state = loaded.read_rng(rank)
         restore_rng(state)
         restore_seeds(trainer.model, state.get("seeds", {}))
+    step = trainer.state.global_step
+    work.events.emit("progress", message=f"evaluating the checkpoint of step {step}")
+    metrics = trainer.evaluate()
+    internals.comm.barrier()
+    distributed.shutdown()
+    return CheckpointMetrics(step, numbers_only(metrics))

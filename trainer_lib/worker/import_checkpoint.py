@@ -48,7 +48,10 @@ def run(work: Work[ImportRequest]) -> ImportResult:
     root = Store.open(request.output, field="destination")
     source = read_source(Store.open(request.source, field="source"))
     step = int(source.state.global_step)
-    _check_free(root, step)
+    if read_checkpoint_info(root, checkpoint_name(step)) is not None:
+        what = f"There is a checkpoint of step {step} already."
+        remedy = "Name another folder, or remove that checkpoint."
+        raise ConfigError(what, field="destination", value=root.url, remedy=remedy)
     work.events.emit("progress", message=f"read {len(source.tensors):,} tensors of step {step}")
     model = _model(work, source)
     names = _names(source, model)
@@ -76,13 +79,6 @@ def run(work: Work[ImportRequest]) -> ImportResult:
         left_out=tuple(source.left_out),
         notes=tuple(_notes(source, names, model)),
     )
-
-
-def _check_free(root: Store, step: int) -> None:
-    if read_checkpoint_info(root, checkpoint_name(step)) is not None:
-        what = f"There is a checkpoint of step {step} already."
-        remedy = "Name another folder, or remove that checkpoint."
-        raise ConfigError(what, field="destination", value=root.url, remedy=remedy)
 
 
 def _model(work: Work[ImportRequest], source: Source) -> nn.Module:
@@ -144,17 +140,13 @@ def _fits(
     return all(shape in (None, shapes[name]) for name, shape in pairs)
 
 
-def _may_decay(name: str) -> bool:
-    return not _PEERS_RULE.search(name.lower())
-
-
 def _peers_decay_names(module: nn.Module) -> Iterator[str]:
     """The transformers Trainer's own rule (`get_parameter_names` in its trainer_pt_utils)."""
     for name, child in module.named_children():
         if not isinstance(child, nn.LayerNorm):
-            inner = _peers_decay_names(child)
-            yield from (f"{name}.{below}" for below in inner if _may_decay(f"{name}.{below}"))
-    yield from (name for name in module._parameters if _may_decay(name))
+            inner = (f"{name}.{below}" for below in _peers_decay_names(child))
+            yield from (below for below in inner if not _PEERS_RULE.search(below.lower()))
+    yield from (name for name in module._parameters if not _PEERS_RULE.search(name.lower()))
 
 
 def _weights(source: Source, model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -176,9 +168,8 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     missing = [name for name, tensor in complete.items() if tensor is None]
     unknown = [name for name in tensors if name not in objects]
     reshaped = [name for name, tensor in complete.items() if tensor is not None and tensor.shape != objects[name].shape]
-    if missing or unknown or reshaped:
-        parts = (("missing", missing), ("unknown", unknown), ("of another shape", reshaped))
-        what = ", ".join(f"{problem} {names[:5]}" for problem, names in parts if names)
+    parts = (("missing", missing), ("unknown", unknown), ("of another shape", reshaped))
+    if what := ", ".join(f"{problem} {names[:5]}" for problem, names in parts if names):
         remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
         raise ConfigError(f"The weights are not this model's: {what}.", field="model", remedy=remedy)
     return {name: tensor for name, tensor in complete.items() if tensor is not None}

@@ -122,7 +122,8 @@ def import_(
     opened. Resume with output_dir=DESTINATION and resume_from_checkpoint=True.
     """
     from trainer_lib.base.records import to_record
-    from trainer_lib.launch import LaunchConfig, launch
+    from trainer_lib.launch.base import launch
+    from trainer_lib.launch.settings.config import LaunchConfig
     from trainer_lib.protocol.requests import ImportRequest
 
     recipe, function = _function(model) if model is not None else (None, None)

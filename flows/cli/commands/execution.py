@@ -226,7 +226,8 @@ def join(
 def _follow_leader(config: LaunchConfig, out: Console) -> None:
     """Take part in what the leading machine trains, to the end. Raises TrainflowError if no machine leads in time."""
     # Here, because it brings the guard and the arguments, which `trainflow --help` does not need.
-    from trainer_lib.launch import follow, require_torch
+    from trainer_lib.launch.nodes import follow
+    from trainer_lib.launch.settings.config import require_torch
 
     require_torch()
     with stoppable(out.print, remedy="The same command takes part again."):
@@ -248,7 +249,7 @@ def execute(
         place: the words that name its MLflow store to `trainflow ui` and `trainflow sync`.
         choice: which stages, as `trainflow.flows.pipeline.run_pipeline` takes them.
     """
-    from trainer_lib.launch import require_torch
+    from trainer_lib.launch.settings.config import require_torch
     from trainer_lib.storage import Store
     from trainflow.flows.run_stages import result_if_unchanged
 

@@ -142,7 +142,8 @@ def read_trust(trust: str | None) -> bool | str:
 
 def ask_worker(request: Request[R], out: Console) -> R:
     """The result of a worker process, whose lines are printed."""
-    from trainer_lib.launch import LaunchConfig, launch
+    from trainer_lib.launch.base import launch
+    from trainer_lib.launch.settings.config import LaunchConfig
 
     def show(line: str) -> None:
         out.print(mask(line), markup=False)

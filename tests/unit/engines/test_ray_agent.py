@@ -18,7 +18,7 @@ from trainer_lib.engines import ray_agent
 from trainer_lib.engines.base import Alive, Job
 from trainer_lib.engines.ray import Ray
 from trainer_lib.engines.ray_agent import Agent
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.launch.settings.variables import thread_variables
 
 # Says what it is given, then so many lines, then waits for its end.

@@ -30,7 +30,7 @@ from trainer_lib.engines import ray as ray_engine
 from trainer_lib.engines.base import Alive, Ended, Job, Lost, State
 from trainer_lib.engines.ray import Ray
 from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryError, Preempted, TrainflowError
-from trainer_lib.launch import LaunchConfig
+from trainer_lib.launch.settings.config import LaunchConfig
 
 DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: Agent\n"
 

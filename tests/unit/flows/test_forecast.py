@@ -15,7 +15,8 @@ from tests.support.hub_server import HubServer
 from tests.support.recorded import commit_facts, commit_stage
 from tests.support.toy import project
 from trainer_lib.errors import CodeError
-from trainer_lib.launch import LaunchConfig, warm
+from trainer_lib.launch import warm
+from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.storage import Store

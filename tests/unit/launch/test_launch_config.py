@@ -13,11 +13,18 @@ from typing import Any
 import pytest
 
 from trainer_lib.errors import ConfigError, InfrastructureError
-from trainer_lib.launch import LaunchConfig, base, from_settings, resolve_config
+from trainer_lib.launch import base
 from trainer_lib.launch.pool import apart, settle
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings import accelerate, gpu_selection
-from trainer_lib.launch.settings.config import check_installed, check_rendezvous, require_torch
+from trainer_lib.launch.settings.config import (
+    LaunchConfig,
+    check_installed,
+    check_rendezvous,
+    from_settings,
+    require_torch,
+    resolve_config,
+)
 from trainer_lib.launch.settings.variables import worker_environment
 
 
@@ -83,9 +90,10 @@ def test_a_checked_configuration_is_known_as_checked_until_it_is_changed() -> No
     given = LaunchConfig(kind="process", processes=1)
     checked = resolve_config(given)
     assert checked == given
-    assert [given.is_checked(use_cpu=False), checked.is_checked(use_cpu=False)] == [False, True]
-    assert not checked.is_checked(use_cpu=True), "the CPU is checked by other rules"
-    assert not replace(checked, threads=2).is_checked(use_cpu=False)
+    assert checked is not given
+    assert resolve_config(checked) is checked
+    assert resolve_config(checked, use_cpu=True) is not checked, "the CPU is checked by other rules"
+    assert resolve_config(changed := replace(checked, threads=2)) is not changed
 
 
 # ------------------------------------------------------------------------------------------------------------ devices

@@ -123,8 +123,8 @@ def test_an_agreed_stop_of_all_ranks(run_dir: RunDir) -> None:
 
 def test_of_a_folder_kept_after_a_hang_only_stacks_and_traces_stay(run_dir: RunDir) -> None:
     run_dir.write_json("request.json", {})
-    run_dir.write_stack("0", "here")
-    run_dir.write_trace("0", "{}")
+    run_dir.write("stack-0.txt", "here")
+    run_dir.write("trace-0.json", "{}")
     (run_dir.path / "torchelastic").mkdir()
     fail(run_dir, ending(hung_s=31.0))
     run_dir.close()

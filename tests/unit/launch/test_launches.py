@@ -19,11 +19,13 @@ import pytest
 from tests.support.launched import request, wait_until
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, StorageError
 from trainer_lib.guard import Process, start_time
-from trainer_lib.launch import LaunchConfig, base, pool
+from trainer_lib.launch import base, pool
 from trainer_lib.launch.base import held_devices
 from trainer_lib.launch.pool import Owner, Reporter, launch_reported
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings import gpu_selection
+from trainer_lib.launch.settings.config import LaunchConfig
+from trainer_lib.launch.supervise import Listener
 from trainer_lib.protocol.requests import PrepareRequest
 from trainer_lib.storage import Store
 from trainer_lib.worker.process import session
@@ -242,13 +244,8 @@ def held(
     events: list[dict[str, Any]], *, on_devices: bool = True, **config: Any
 ) -> contextlib.AbstractContextManager[Any]:
     """The devices of a launch, for the length of the block; one that has to wait says so, and is cancelled."""
-    return held_devices(
-        LaunchConfig(**{"processes": 1, **config}),
-        on_devices=on_devices,
-        what="train",
-        on_event=events.append,
-        should_cancel=lambda: any(event["event"] == "wait" for event in events),
-    )
+    listener = Listener(print, events.append, lambda: any(event["event"] == "wait" for event in events))
+    return held_devices(LaunchConfig(**{"processes": 1, **config}), listener, on_devices=on_devices, what="train")
 
 
 @pytest.mark.usefixtures("two_gpus")

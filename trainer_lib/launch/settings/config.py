@@ -136,10 +136,6 @@ class LaunchConfig:
     # Set by `resolve_config` alone. It is not a field: a copy made by `replace` has to be checked again.
     _checked_for_cpu: ClassVar[bool | None] = None
 
-    def is_checked(self, *, use_cpu: bool) -> bool:
-        """Whether `resolve_config` returned exactly this configuration, for workers with this `use_cpu`."""
-        return self._checked_for_cpu is use_cpu
-
     @property
     def node_range(self) -> tuple[int, int]:
         """The smallest and the largest number of machines."""
@@ -175,7 +171,7 @@ class LaunchConfig:
 
 
 def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConfig:
-    """Check the configuration, and resolve every "auto" for this machine. Starts no process.
+    """Check the configuration, unless it was, and resolve every "auto" for this machine. Starts no process.
 
     Args:
         use_cpu: the workers will use the CPU although there are devices.
@@ -184,6 +180,8 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
         ConfigError: an unknown launcher or one that is not installed; more processes than this machine has devices, or
             cores on a CPU; devices that do not exist; several machines without a rendezvous address.
     """
+    if config._checked_for_cpu is use_cpu:
+        return config
     if config.kind not in KINDS:
         raise refused("kind", config.kind, "This is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
     _check_numbers(config)

@@ -72,22 +72,19 @@ def build_model(work: Work[Any], args: TrainingArguments, data: DataInfo) -> nn.
     model = work.recipe.build_model(work.request.model_options(), data)
     module = require_module(model, work, "build_model", field="recipe", remedy="Return the model.")
     if is_keras_model(module):
-        _prepare_keras(module, work)
+        given: Any = module
+        if not given.built:
+            what = "build_model() returned a Keras model that is not built, so it has no weights yet."
+            remedy = "Give it an Input layer, or call it once with a batch of zeros."
+            raise ConfigError(what, field="recipe", value=str(work.recipe.path), remedy=remedy)
+        # Parameters get the names that they have in every process: exported weights are loaded by name.
+        register_parameters(given)
     set_compute_type(module, args)
     if args.label_smoothing_factor and getattr(innermost(module), "has_class_loss", False):
         what = "The smoothed loss takes the place of the one by class_weights and focal_gamma."
         remedy = "Remove one of them."
         raise ConfigError(what, field="label_smoothing_factor", value=args.label_smoothing_factor, remedy=remedy)
     return module
-
-
-def _prepare_keras(model: Any, work: Work[Any]) -> None:
-    """Give the model's parameters the names that they have in every process: exported weights are loaded by name."""
-    if not model.built:
-        what = "build_model() returned a Keras model that is not built, so it has no weights yet."
-        remedy = "Give it an Input layer, or call it once with a batch of zeros."
-        raise ConfigError(what, field="recipe", value=str(work.recipe.path), remedy=remedy)
-    register_parameters(model)
 
 
 def require_module(model: Any, work: Work[Any], function: str, *, field: str, remedy: str) -> nn.Module:
@@ -152,23 +149,19 @@ def load_weights(model: nn.Module, url: str) -> None:
     # Where they are merged into the weights, the adapters lie in a folder of their own.
     for folder in (store, store.child(ADAPTER)) if is_peft(model) else ():
         if folder.exists(ADAPTERS):
-            if folder.exists(BASE):
-                _require_base(model, parse_json(folder.read_bytes(BASE)), url)
+            if folder.exists(BASE) and (base := describe_base(model)) is not None:
+                trained = parse_json(folder.read_bytes(BASE))
+                if base["files"] != trained["files"]:
+                    base_of = f"other weights of {trained['name']} than this model's base has"
+                    what = f"The adapters were trained on {base_of}."
+                    remedy = "Put back the base that they were trained on, or train again (--force train)."
+                    raise DamagedError(what, field="model", value=url, remedy=remedy)
             try:
                 load_adapter(model, read_safetensors(folder, ADAPTERS))
             except ConfigError as error:
                 raise _other_model(url, error.message) from error
             return
     load_tensors(model, read_safetensors(store, "model.safetensors"), url)
-
-
-def _require_base(model: nn.Module, trained: Mapping[str, Any], url: str) -> None:
-    """Raise DamagedError where the model's base has other weights than that of the adapters had."""
-    base = describe_base(model)
-    if base is not None and base["files"] != trained["files"]:
-        what = f"The adapters were trained on other weights of {trained['name']} than this model's base has."
-        remedy = "Put back the base that they were trained on, or train again (--force train)."
-        raise DamagedError(what, field="model", value=url, remedy=remedy)
 
 
 def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> None:

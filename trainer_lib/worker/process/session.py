@@ -45,20 +45,12 @@ POLL_S = 0.25  # an owner waits two seconds for stacks and traces
 _RECORDERS = {"gloo": "_dump_fr_trace_json", "nccl": "_dump_nccl_trace_json"}
 
 
-class TraceWatch(threading.Thread):
-    """Writes this rank's collective trace as soon as the owner asks for stacks. It needs nothing of the main thread."""
-
-    def __init__(self, run_dir: RunDir, rank: int) -> None:
-        super().__init__(name="trainflow-trace", daemon=True)
-        self._run_dir = run_dir
-        self._rank = rank
-
-    @override
-    def run(self) -> None:
-        while not self._run_dir.has_stacks_request():
-            time.sleep(POLL_S)
-        with suppress(OSError):  # the owner may be gone, and the run directory with it
-            self._run_dir.write_trace(str(self._rank), json.dumps(read_trace(self._rank)))
+def _await_stacks_request(run_dir: RunDir, rank: int) -> None:
+    """Write this rank's collective trace as soon as the owner asks for stacks; in a thread, which needs no other."""
+    while not run_dir.has_stacks_request():
+        time.sleep(POLL_S)
+    with suppress(OSError):  # the owner may be gone, and the run directory with it
+        run_dir.write(f"trace-{rank}.json", json.dumps(read_trace(rank)))
 
 
 def read_trace(rank: int) -> dict[str, Any]:
@@ -192,7 +184,7 @@ def main(argv: list[str]) -> int:
     watch = ParentWatch(float(os.environ.get("TRAINFLOW_GRACE_S", "60")))
     watch.start()
     if world_size > 1:  # a process alone enters no collective
-        TraceWatch(run_dir, rank).start()
+        threading.Thread(target=_await_stacks_request, args=(run_dir, rank), daemon=True).start()
     work = None
     try:
         _check_world(world_size)
