@@ -39,7 +39,7 @@ def test_what_needs_no_torch_comes_without_it_and_the_trainer_without_what_few_t
     few = "('torch.distributed.tensor', 'sympy', 'deepspeed', 'transformers', 'peft', 'datasets', 'optuna', 'keras')"
     names = sorted(set(trainer_lib.__all__) - WITH_TORCH)
     code = (
-        f"import sys, trainer_lib\nfor name in {names}: getattr(trainer_lib, name)\n"
+        f"import sys, trainer_lib, trainer_lib.worker.prepare\nfor name in {names}: getattr(trainer_lib, name)\n"
         "trainer_lib.TrainingArguments(output_dir='x', deepspeed={'zero_optimization': {'stage': 3}})\n"
         "print({'torch', 'deepspeed'} & set(sys.modules))\n"
         f"from trainer_lib import TFTrainer, Trainer\nprint([name for name in {few} if name in sys.modules])"

@@ -33,8 +33,7 @@ from trainer_lib.recipes.tables.table_files import read_table
 from trainer_lib.recipes.time_series_forecasting import Series, SeriesTable, window_columns
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.worker.process.events import Pace
-from trainer_lib.worker.process.session import Work
+from trainer_lib.worker.process.session import Pace, Work
 
 BATCHES_AT_ONCE = 16
 """Batches of rows that are in memory at a time; their outputs wait on the disk until the part is whole."""

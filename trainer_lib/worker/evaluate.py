@@ -50,8 +50,8 @@ from trainer_lib.storage.commit import content_digest
 from trainer_lib.trainer import Trainer
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, events_callback, load_weights
-from trainer_lib.worker.process.events import EventsCallback, Pace
-from trainer_lib.worker.process.session import Work
+from trainer_lib.worker.process.events import EventsCallback
+from trainer_lib.worker.process.session import Pace, Work
 from trainer_lib.worker.train import HISTORY
 
 # Evaluation in ranges of rows, by any number of workers, for metrics that merge: one or many give the same digits.

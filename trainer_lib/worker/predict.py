@@ -23,8 +23,7 @@ from trainer_lib.protocol.requests import PartsResult, PredictRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_weights
-from trainer_lib.worker.process.events import Pace
-from trainer_lib.worker.process.session import Work
+from trainer_lib.worker.process.session import Pace, Work
 
 
 def run(work: Work[PredictRequest]) -> PartsResult:

@@ -38,8 +38,7 @@ from trainer_lib.protocol.requests import STATISTICS, PreparedSplit, PrepareRequ
 from trainer_lib.recipes import PrepareOutput
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import MOST_FILES
-from trainer_lib.worker.process.events import Pace
-from trainer_lib.worker.process.session import Work
+from trainer_lib.worker.process.session import Pace, Work
 
 SOURCES = "records/sources.json"
 _LIMIT = 1 << 30

@@ -27,7 +27,7 @@ from trainer_lib.protocol.requests import CheckpointMetrics, PreparedData, StopE
 from trainer_lib.storage import Store
 from trainer_lib.strategies.base import Strategy
 from trainer_lib.trainer.history import StepHistory
-from trainer_lib.worker.process import events as worker_events
+from trainer_lib.worker.process import session
 from trainer_lib.worker.train import thin_losses
 
 
@@ -121,7 +121,7 @@ def test_events_tell_position_speed_and_time_left(trained: Trained) -> None:
 def test_evaluate_measures_each_split_and_what_the_recipe_adds(
     tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_events, "QUIET_S", 0.0)
+    monkeypatch.setattr(session, "QUIET_S", 0.0)
     result, events = tiny.heard(trained.ask(tmp_path, "evaluate", splits=("test", "train")))
     assert set(result.metrics) == {"test", "train", "overall"}
     # Both splits are one progress, in rows, with the time left once the first batches are through.

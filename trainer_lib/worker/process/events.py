@@ -10,7 +10,7 @@ from trainer_lib.arguments.configs.accelerator_config import describe_step
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.data.loading.loader import has_length
-from trainer_lib.worker.process.session import Events
+from trainer_lib.worker.process.session import Events, Pace
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
@@ -21,22 +21,6 @@ if TYPE_CHECKING:
 
 _SHOWN = 300  # entries of an earlier attempt's log that a resumed one reports again
 _FIRST_BATCHES = 3  # they are slow, so no time left is estimated from them
-QUIET_S = 0.5  # the least time between two signs of life
-
-
-class Pace:
-    """Lets signs of life through, at most one every `QUIET_S` seconds."""
-
-    def __init__(self) -> None:
-        self._quiet_until = 0.0
-
-    def is_due(self) -> bool:
-        """Whether it is time for one; if so, none is for a while."""
-        now = time.monotonic()
-        if now < self._quiet_until:
-            return False
-        self._quiet_until = now + QUIET_S
-        return True
 
 
 class _Counted(NamedTuple):

@@ -116,6 +116,7 @@ FAILED_EXIT_S = 10.0
 EXIT_S = 60.0
 # How long the ranks have to write their stacks and traces.
 STACKS_S = 1.0
+QUIET_S = 0.5  # the least time between two signs of life
 
 
 class Events:
@@ -149,6 +150,21 @@ class Events:
             self._is_torn = True  # progress that is not shown is not worth the work
         else:
             self._is_torn = False
+
+
+class Pace:
+    """Lets signs of life through, at most one every `QUIET_S` seconds."""
+
+    def __init__(self) -> None:
+        self._quiet_until = 0.0
+
+    def is_due(self) -> bool:
+        """Whether it is time for one; if so, none is for a while."""
+        now = time.monotonic()
+        if now < self._quiet_until:
+            return False
+        self._quiet_until = now + QUIET_S
+        return True
 
 
 Q = TypeVar("Q", bound=Request[Any])
