@@ -79,7 +79,6 @@ def test_what_ranks_exchange(tmp_path: Path) -> None:
     run_distributed(exchanging, 2, str(tmp_path))
 
 
-# ------------------------------------------------------------------------------------------------------- dummy batches
 class Gathering(Trainer):
     """Gathers in its loss, as TRL's trainers do."""
 
@@ -155,7 +154,6 @@ def test_a_loop_of_ones_own_gathers_every_sample_of_a_stream_once(tmp_path: Path
     assert zero == [[labels[:count], [0, 1]] for count in (4, 4, 12, 12)]
 
 
-# -------------------------------------------------------------------------------------------------------------- prepare
 class OwnLoaders(Trainer):
     """Prepares its loaders, as sentence-transformers' trainers do."""
 

@@ -164,7 +164,6 @@ def test_frozen_and_unused_parameters_and_steps_of_old_train_under_replication(t
     assert zero == one
 
 
-# ------------------------------------------------------------------------------------------------------------ stopping
 RESUMABLE: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
 RESUMABLE |= {"num_train_epochs": 2, "logging_strategy": "steps", "logging_steps": 3}
 RESUMABLE |= {"save_strategy": "steps", "save_steps": 2, "eval_strategy": "steps", "eval_steps": 2}
@@ -194,13 +193,11 @@ def test_one_ranks_signal_stops_all_at_one_step_and_resuming_is_exact(tmp_path: 
         assert_equal(before, after)
 
 
-# ------------------------------------------------------------------------------------------------------------- failing
 def test_a_nan_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
     zero, one = run_distributed(train_on_poisoned_rank, 2, str(tmp_path))
     assert zero == one == "3 2"
 
 
-# ---------------------------------------------------------------------------------------------------------- evaluation
 def evaluated(folder: str) -> list[dict[str, Any]]:
     def failing(p: Any) -> dict[str, float]:
         raise ZeroDivisionError("no positives")

@@ -169,7 +169,6 @@ def test_a_machine_that_dies_for_good_is_done_without(asked: Any, endpoint: str,
     assert_logged_once(asked)
 
 
-# ----------------------------------------------------------------------------------------------------- what goes wrong
 def test_an_error_on_the_other_machine_ends_both_and_is_told_here(tmp_path: Path, endpoint: str, join: Join) -> None:
     follower = join("other", MODE="raise")
     with pytest.raises(CodeError, match="rank one dislikes this") as caught:

@@ -234,7 +234,6 @@ def test_one_of_several_tasks_on_a_machine_keeps_its_local_rank(heard: Heard, tm
     assert heard.lines == ["1 2"]
 
 
-# --------------------------------------------------------------------------- launches that want one device of a machine
 HOLDS = """
 import os
 held = [os.path.realpath(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]

@@ -22,7 +22,6 @@ from trainflow.flows.server import embedded, membership
 from trainflow.flows.server.membership import Membership
 
 
-# ------------------------------------------------------------------------------------------------ the locks alone
 @pytest.fixture
 def lock(tmp_path: Path) -> Iterator[int]:
     descriptor = _open_lock(tmp_path)
@@ -97,7 +96,6 @@ def test_a_server_that_is_still_at_work_is_not_ended() -> None:
     assert time.monotonic() - began < 4.0, "an idle one ends at once"
 
 
-# ------------------------------------------------------------------------------------------------ with a server
 @pytest.fixture
 def home(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     from prefect import settings

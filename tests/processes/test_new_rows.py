@@ -278,7 +278,6 @@ def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> 
         RowsJob.of(NewRows(model=model, data=[str(data)], trust="0" * 64))
 
 
-# --------------------------------------------------------------------------------------------- columns and their values
 def test_every_row_gets_a_column_that_is_set(model: str, tmp_path: Path) -> None:
     (tmp_path / "new.jsonl").write_text('{"id": 1}\n{"id": 2}\n')
     asked = _new_rows(tmp_path, format="jsonl")

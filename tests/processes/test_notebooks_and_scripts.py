@@ -40,7 +40,6 @@ def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
     assert "left False False" in done.stdout
 
 
-# --------------------------------------------------------------------- a script that ends with its process group formed
 PAIRS = {"trainer": 5, "caller's group": 5, "own end": 5, "failing": 1}
 # All pairs of processes are forked from one that has imported torch: each pair forms a group and forgets it.
 SCRIPT = """

@@ -88,7 +88,7 @@ def run(one: Any, workers: int = 1) -> dict[str, dict[str, float]]:
     if workers > 1:
         launch_workers(replace(one, step="ranges"), [ONE] * workers, **DROP)
         one = replace(one, step="finish")
-    return dict(tiny.run(one, kind="in_process" if workers == 1 else "process", processes=1).metrics)
+    return dict(tiny.run(one, kind="in_process").metrics)
 
 
 def test_several_workers_and_one_give_the_same_digits(tmp_path: Path, trained: tuple[Path, PreparedData]) -> None:
@@ -98,7 +98,7 @@ def test_several_workers_and_one_give_the_same_digits(tmp_path: Path, trained: t
     assert alone["overall"]["weights"] > 0
     for folder in ("sums", "records"):
         shutil.rmtree(tmp_path / "out" / folder)
-    assert run(asked(tmp_path, trained), 3) == alone
+    assert run(asked(tmp_path, trained), 2) == alone
     # As a stage's own file of metrics, which has them in place of the recipe's.
     own = RecipeFile(str(tmp_path / "metrics.py"), str(tmp_path), str(tmp_path / "recipe.py"))
     (tmp_path / "metrics.py").write_text("import numpy as np\n\n\n" + SUMS_ONLY)
@@ -114,11 +114,11 @@ def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, trained: 
     folder, data = trained
     more = {"data": data, "model_url": f"{folder / 'train'}/model", "model": {}, "args": tiny.ARGS}
     results = []
-    for config in ({"processes": 2}, {"kind": "in_process"}):
-        base = {"output": str(tmp_path / str(config)), **more}
-        evaluated = tiny.run(request(tmp_path, tiny.RECIPE, "evaluate", splits=["test"], **base), **config)
-        tiny.run(request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), **config)
-        files = (tmp_path / str(config) / "predictions" / "test").glob("*.parquet")
+    for world_size in (2, 1):
+        base = {"output": str(tmp_path / str(world_size)), **more}
+        evaluated = tiny.on_ranks(request(tmp_path, tiny.RECIPE, "evaluate", splits=["test"], **base), world_size)
+        tiny.on_ranks(request(tmp_path, tiny.RECIPE, "predict", split="test", rows_per_file=10, **base), world_size)
+        files = (tmp_path / str(world_size) / "predictions" / "test").glob("*.parquet")
         results.append((evaluated.metrics["test"]["accuracy"], {file.name: file.read_bytes() for file in files}))
     assert len(results[0][1]) == 3
     assert results[0] == results[1]

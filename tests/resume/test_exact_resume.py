@@ -200,9 +200,6 @@ def test_an_earlier_runs_checkpoints_are_not_mixed_with_a_new_ones(
     assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-2", "checkpoint-3"]
 
 
-# ------------------------------------------------------------------------------------------------ reading and damage
-
-
 def test_each_file_is_read_once_from_a_remote_store(monkeypatch: pytest.MonkeyPatch) -> None:
     url = "memory://read-once/run"
     preempted_at(trainer(url, ROWS, callbacks=[StopAt(5)], **SHORT))

@@ -52,9 +52,6 @@ def maker(case: Case) -> Callable[..., Trainer]:
     return make
 
 
-# -------------------------------------------------------------------------------------------------------------- data
-
-
 class Known(Stream):
     def __len__(self) -> int:
         return len(self.rows)
@@ -165,9 +162,6 @@ def test_another_number_of_workers_reads_another_stream(tmp_path: Path) -> None:
     preempted_at(trainer(tmp_path, Stream(ROWS), callbacks=[StopAt(2)], **settings))
     with pytest.raises(ConfigError, match="dataloader_num_workers = 2: The value was 0 when the checkpoint was"):
         trainer(tmp_path, Stream(ROWS), dataloader_num_workers=2, **settings).train(True)
-
-
-# ----------------------------------------------------------------------------------- models, optimizers and schedules
 
 
 class Normed(nn.Module):

@@ -225,7 +225,6 @@ def _served(model: str, uri: str, folder: Path) -> Iterator[int]:
         yield port
 
 
-# --------------------------------------------------------------------------------------- by the flavor of transformers
 CONFIG = {
     "task": "text-classification",
     "instance_type": "Pipeline",

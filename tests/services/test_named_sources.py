@@ -70,7 +70,6 @@ def put(request: pytest.FixtureRequest, s3_server: S3Server) -> Put:
     return write
 
 
-# ------------------------------------------------------------------------------------------------------ at every place
 @pytest.mark.parametrize("source", ["wine.csv", "wine.jsonl", "wine.parquet", "tables", "tables/**/*.csv", "*.csv"])
 def test_a_table_is_read_from_its_address(source: str, put: Put, tmp_path: Path) -> None:
     files = {"wine.csv": CSV, "wine.jsonl": LINES, "wine.parquet": parquet(ROWS)}
@@ -144,7 +143,6 @@ def test_a_worker_reads_with_the_credentials_of_the_environment_and_writes_none(
     assert not any(hub.token.encode() in content for content in written)
 
 
-# ---------------------------------------------------------------------------------------------------------- on the Hub
 def test_a_whole_repository_is_a_source_and_its_notes_are_none(hub: HubServer, tmp_path: Path) -> None:
     hub.add_dataset(NAME, {"wine.csv": CSV, "README.md": b"# Wine"})
     _, splits, _ = prepare_sources("tabular-classification", [f"{DATA}@main"], TABLE, tmp_path)

@@ -112,7 +112,6 @@ def test_parts_grow_so_that_an_upload_never_has_too_many(s3_url: str, monkeypatc
     assert store.digest("x") == hashlib.sha256(data).hexdigest()
 
 
-# ------------------------------------------------------------------------------------------------------------- failures
 @pytest.mark.parametrize("kind", ["refuse", "full", "denied"])
 def test_a_request_that_fails_for_good_leaves_nothing(
     kind: str, s3_url: str, small_parts: None, s3_faults: S3Server

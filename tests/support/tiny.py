@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import importlib
+import os
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.support.distributed import run_distributed
 from tests.support.launched import request
+from trainer_lib import recipes
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PreparedData, PrepareResult, Request
+from trainer_lib.worker.process.session import Events, Work
 
 R = TypeVar("R")
 
@@ -99,6 +104,20 @@ def run(asked: Request[R], env: dict[str, str] | None = None, **config: Any) -> 
         on_line=lambda line: None,
         on_event=lambda event: None,
     )
+
+
+def on_ranks(asked: Request[R], world_size: int = 2) -> R:
+    """The result of a request that forked ranks carry out, as so many workers would."""
+    result: R = run_distributed(_on_rank, world_size, asked)[0]
+    return result
+
+
+def _on_rank(asked: Request[Any]) -> Any:
+    assert asked.recipe is not None
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    recipe = recipes.load(asked.recipe.path, asked.recipe.root, needs=asked.functions)
+    work = Work(asked, recipe, rank, world_size, Events(Path(asked.output), rank, lambda event: None))
+    return importlib.import_module(f"{asked.home}.{asked.verb}").run(work)
 
 
 def heard(asked: Request[R]) -> tuple[R, list[dict[str, Any]]]:

@@ -36,6 +36,6 @@ def uninterrupted_weights(tmp_path_factory: pytest.TempPathFactory, prepared_dat
     from tests.support import tiny
 
     def train(folder: Path) -> None:
-        tiny.run(tiny.train_request(folder, prepared_data, str(folder / "train")), processes=2)
+        tiny.on_ranks(tiny.train_request(folder, prepared_data, str(folder / "train")))
 
     return tiny.weights(str(once_per_run(tmp_path_factory, "uninterrupted", train) / "train"))
