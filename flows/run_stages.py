@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import State
     from prefect.futures import PrefectFuture
 
-_VERBS = {"prepare-data": "prepare", "train": "train", "evaluate": "evaluate", "predict": "predict"}
+_WITH_TORCH = ("train", "evaluate", "predict")  # a worker of prepare-data is quick to start without it
 
 
 def run_stages(plan: Plan, record: RunRecord, stop: threading.Event) -> None:
@@ -94,9 +94,9 @@ def expect_launches(plan: Plan) -> None:
     """Have workers of the stages that will run import torch before their turn."""
     hits = {name for name, reason in plan.reasons.items() if reason.hit} - {*plan.context.force}
     launches = [
-        (_VERBS[name], stage.launch)
+        (name, stage.launch)
         for name, stage in plan.stages.items()
-        if name in _VERBS and name not in hits and plan.is_wanted(name) and stage.launch is not None
+        if name in _WITH_TORCH and name not in hits and plan.is_wanted(name) and stage.launch is not None
     ]
     if launches:
         from trainer_lib.launch import warm  # an unchanged run launches nothing

@@ -223,7 +223,7 @@ def _await_launch(verb: str) -> None:
     """Import what the verb will need, and wait for the variables of the launch, as `launch.warm` sends them."""
     # The first optimizer step imports torch's compiler, and pyarrow's first conversion of a list imports pandas.
     first_step = ("torch._dynamo",) if verb in ("train", "probe") else ()
-    for name in ("torch", f"trainer_lib.worker.{verb}", *first_step, "pandas"):
+    for name in (f"trainer_lib.worker.{verb}", *first_step, "pandas"):
         with suppress(ModuleNotFoundError):  # a verb of another package; pandas is optional
             importlib.import_module(name)
     with socket.socket(fileno=int(os.environ[WARM_SOCKET])) as channel:
@@ -308,7 +308,6 @@ def _make_work(request: Q, run_dir: RunDir, rank: int, world_size: int, events: 
 def _run_verb(work: Work[Any]) -> Any:
     verb = work.request.verb
     work.events.emit("start", message=verb)
-    # A verb imports torch, this module does not.
     return importlib.import_module(f"{work.request.home}.{verb}").run(work)
 
 
