@@ -20,7 +20,7 @@ from tests.support.toys import Classifier, classification_rows
 from tests.support.training import Note, arguments, assert_equal, final_state
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.checkpoint.reader import open_checkpoint
 from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, LossSpikeError, NonFiniteError, Preempted, from_record
@@ -188,7 +188,7 @@ def test_a_sharded_model_goes_back_too(tmp_path: Path) -> None:
     again = in_group(tmp_path / "cut", 2, **given)
     assert [(rank["spikes"], rank["samples"]) for rank in again] == [(1, 28)] * 2
     roots = (Store.open(tmp_path / name) for name in ("whole", "cut"))
-    ours, theirs = (open_checkpoint(root, "checkpoint-10", Checkpoint).commit for root in roots)
+    ours, theirs = (open_checkpoint(root, "checkpoint-10").commit for root in roots)
     names = [entry.path for entry in ours.files if entry.path.endswith(".safetensors")]
     assert names
     assert [ours.entry(name) for name in names] == [theirs.entry(name) for name in names]

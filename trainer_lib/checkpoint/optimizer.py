@@ -105,10 +105,7 @@ def restore_optimizer(
     Parameters go by the names that they were saved under; the tensors of `snapshot` are copied. Raises ConfigError,
     which names the parameters or groups that differ, and DamagedError when the snapshot lacks a tensor.
     """
-    _restore(optimizer, _pairs(named_params), snapshot)
-
-
-def _restore(optimizer: torch.optim.Optimizer, pairs: list[tuple[str, Tensor]], snapshot: OptimizerSnapshot) -> None:
+    pairs = _pairs(named_params)
     _restore_by_name(optimizer, pairs, snapshot)
     group, params = optimizer.param_groups[0], dict(reversed(pairs))
     find = _finder(None, group, snapshot.tensors)
@@ -151,7 +148,7 @@ def _restore_by_name(
             what = f"The checkpoint has no state for the optimizer in {type(optimizer).__name__}.{place}."
             remedy = "Resume with the optimizer that wrote the checkpoint, or load its weights only."
             raise ConfigError(what, field="resume_from_checkpoint", remedy=remedy)
-        _restore(inner, pairs, OptimizerSnapshot(snapshot.tensors, saved["groups"], saved["scalars"]))
+        restore_optimizer(inner, pairs, OptimizerSnapshot(snapshot.tensors, saved["groups"], saved["scalars"]))
 
 
 def _pairs(named_params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:

@@ -12,14 +12,12 @@ No file is used that the commit does not list, and nothing is unpickled.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, TypeVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from typing_extensions import override
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import layout
@@ -50,13 +48,15 @@ _NOT_COMMITTED = "The folder holds no committed checkpoint"
 _HOW_TO_LIST = (
     "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows the checkpoints that were."
 )
-
-
-AnyCheckpoint = TypeVar("AnyCheckpoint", bound="Checkpoint")
+_READ_AT_ONCE = frozenset((layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS))
+"""Files that opening a checkpoint reads already."""
 
 
 class Checkpoint:
     """A committed checkpoint, opened for reading: small parts are read and verified, tensors when they are asked for.
+
+    What `preload` has read of model, optimizer and random state is handed out once, so that its memory is free
+    afterwards; asked for again, it is read again.
 
     Attributes:
         world_size: ranks that wrote it; each has a random state in it.
@@ -72,6 +72,10 @@ class Checkpoint:
 
     def __init__(self, store: Store, info: CheckpointInfo) -> None:
         self.reads_singly = False
+        self._model: Mapping[str, Tensor] | None = None
+        self._optimizer: OptimizerSnapshot | None = None
+        self._rng: tuple[int, dict[str, Any]] | None = None
+        self._extra: dict[int, Mapping[str, Tensor]] = {}
         self.step = info.step
         self.url = info.url
         self.commit = info.commit
@@ -119,7 +123,8 @@ class Checkpoint:
 
         Those of a sharded checkpoint are read, and checked, when they are asked for. Raises DamagedError.
         """
-        return self._read_tensors("model", self._model_file)
+        held, self._model = self._model, None
+        return self._read_tensors("model", self._model_file) if held is None else held
 
     def write_model(self, writer: DigestingWriter) -> None:
         """Write the model into one safetensors file; one in blocks some rows at a time, so in little memory."""
@@ -134,6 +139,10 @@ class Checkpoint:
 
         `share` is called with the function that reads the tensors, so that one rank can read them for all.
         """
+        held, self._optimizer = self._optimizer, None
+        if held is not None:
+            tensors = held.tensors
+            return held if share is None else replace(held, tensors=share(lambda: tensors))
         record = self._read_json(layout.OPTIMIZER)
         if record is None:
             return None
@@ -149,17 +158,45 @@ class Checkpoint:
 
     def read_extra(self, rank: int) -> Mapping[str, Tensor]:
         """A rank's extra tensors (of callbacks, of `past_index`): name → `[...]` on the CPU. Raises DamagedError."""
+        if rank in self._extra:
+            return self._extra[rank]
         name = layout.extra_file(rank)
         return read_safetensors(self._store, name, expect=self._require_entry(name)) if name in self._entries else {}
 
     def read_rng(self, rank: int) -> dict[str, Any]:
         """Read the random states of a rank. Raises ConfigError if there was no such rank, and DamagedError."""
-        state = self._read_json(layout.rng_file(rank))
+        held, self._rng = self._rng, None
+        state = held[1] if held is not None and held[0] == rank else self._read_json(layout.rng_file(rank))
         if state is None:
             what = f"The checkpoint has no random state of rank {rank}."
             remedy = f"It was saved by {self.world_size} ranks; give further ranks a new seed."
             raise ConfigError(what, field="resume_from_checkpoint", value=self.url, remedy=remedy)
         return state
+
+    def preload(self, *, rank: int, tensors: bool, weights: bool = False) -> None:
+        """Read everything that this rank needs; rank 0 also compares the files that no rank needs. Raises DamagedError.
+
+        `tensors`: this rank reads those of model and optimizer; `weights`: the files of the optimizer are left out.
+        """
+        done = {*_READ_AT_ONCE, *((layout.OPTIMIZER, layout.OPTIMIZER_TENSORS) if weights else ())}
+        if tensors and self._model_file in self._entries:
+            self._model = self.read_model()
+            done.add(self._model_file)
+        if tensors and layout.OPTIMIZER_TENSORS in self._entries.keys() - done:
+            self._optimizer = self.read_optimizer()
+            done |= {layout.OPTIMIZER, layout.OPTIMIZER_TENSORS}
+        own = layout.rng_file(rank)
+        if own in self._entries:
+            self._rng = rank, self.read_rng(rank)
+            done.add(own)
+        # Rank 0's extra tensors belong to callbacks, which every rank restores.
+        self._extra = {holder: self.read_extra(holder) for holder in {0, rank}}
+        done |= {layout.extra_file(holder) for holder in self._extra}
+        # One rank is enough for files that no rank needs.
+        for name in sorted(self._entries.keys() - done) if rank == 0 else ():
+            committed, found = self._entries[name].sha256, self._store.digest(name)
+            if found != committed:
+                raise self._damaged(name, f"its digest is {found[:12]}..., committed {committed[:12]}...")
 
     def read_file(self, name: str) -> bytes:
         """Read any committed file, for instance ``config.json``. Raises DamagedError if it is not as committed."""
@@ -218,10 +255,10 @@ class Checkpoint:
 
 def load_checkpoint(root: Store, name: str, comm: Communicator) -> Checkpoint:
     """Open a committed checkpoint on every rank. Collective; raises as `open_checkpoint`, the same on every rank."""
-    return run_on_all_ranks(comm, lambda: open_checkpoint(root, name, Checkpoint))
+    return run_on_all_ranks(comm, lambda: open_checkpoint(root, name))
 
 
-def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyCheckpoint:
+def open_checkpoint(root: Store, name: str) -> Checkpoint:
     """Open a committed checkpoint on this process alone. Raises ConfigError, DamagedError and StorageError."""
     store = root.child(name)
     info = read_checkpoint_info(root, name)
@@ -235,7 +272,7 @@ def open_checkpoint(root: Store, name: str, kind: type[AnyCheckpoint]) -> AnyChe
         file, _, reason = problems[0].rpartition(": ")
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
         raise damaged_file(f"{store.url}/{file}", f"{reason}{more}")
-    return kind(store, info)
+    return Checkpoint(store, info)
 
 
 def _find_position_problem(data: dict[str, Any]) -> str | None:
@@ -261,70 +298,3 @@ def _find_optimizer_problem(record: dict[str, Any]) -> str | None:
     if not isinstance(state, dict) or not all(isinstance(values, dict) for values in state.values()):
         return "its state is not by parameter"
     return None
-
-
-_READ_AT_ONCE = frozenset((layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS))
-"""Files that opening a checkpoint reads already."""
-
-
-class PreloadedCheckpoint(Checkpoint):
-    """A `Checkpoint` whose parts are in memory already.
-
-    Model, optimizer and random state are handed out once, so that their memory is free afterwards; asked for again,
-    they are read again.
-    """
-
-    _model: Mapping[str, Tensor] | None = None
-    _optimizer: OptimizerSnapshot | None = None
-    _rng: tuple[int, dict[str, Any]] | None = None
-    _extra: Mapping[int, Mapping[str, Tensor]] = MappingProxyType({})
-
-    def preload(self, *, rank: int, tensors: bool, weights: bool = False) -> None:
-        """Read everything that this rank needs; rank 0 also compares the files that no rank needs. Raises DamagedError.
-
-        `tensors`: this rank reads those of model and optimizer; `weights`: the files of the optimizer are left out.
-        """
-        done = {*_READ_AT_ONCE, *((layout.OPTIMIZER, layout.OPTIMIZER_TENSORS) if weights else ())}
-        if tensors and self._model_file in self._entries:
-            self._model = super().read_model()
-            done.add(self._model_file)
-        if tensors and layout.OPTIMIZER_TENSORS in self._entries.keys() - done:
-            self._optimizer = super().read_optimizer()
-            done |= {layout.OPTIMIZER, layout.OPTIMIZER_TENSORS}
-        own = layout.rng_file(rank)
-        if own in self._entries:
-            self._rng = rank, super().read_rng(rank)
-            done.add(own)
-        # Rank 0's extra tensors belong to callbacks, which every rank restores.
-        self._extra = {holder: super(PreloadedCheckpoint, self).read_extra(holder) for holder in {0, rank}}
-        done |= {layout.extra_file(holder) for holder in self._extra}
-        # One rank is enough for files that no rank needs.
-        for name in sorted(self._entries.keys() - done) if rank == 0 else ():
-            committed, found = self._entries[name].sha256, self._store.digest(name)
-            if found != committed:
-                problem = f"its digest is {found[:12]}..., committed {committed[:12]}..."
-                raise damaged_file(f"{self._store.url}/{name}", problem)
-
-    @override
-    def read_model(self) -> Mapping[str, Tensor]:
-        # Handed out once, so that the memory is free as soon as the model has taken it over.
-        held, self._model = self._model, None
-        return super().read_model() if held is None else held
-
-    @override
-    def read_optimizer(self, share: ShareTensors | None = None) -> OptimizerSnapshot | None:
-        held, self._optimizer = self._optimizer, None
-        if held is None:
-            return super().read_optimizer(share)
-        tensors = held.tensors
-        return held if share is None else dataclasses.replace(held, tensors=share(lambda: tensors))
-
-    @override
-    def read_rng(self, rank: int) -> dict[str, Any]:
-        held, self._rng = self._rng, None
-        return held[1] if held is not None and held[0] == rank else super().read_rng(rank)
-
-    @override
-    def read_extra(self, rank: int) -> Mapping[str, Tensor]:
-        held = self._extra.get(rank)
-        return super().read_extra(rank) if held is None else held

@@ -68,11 +68,6 @@ class LocalShard:
     place: str = ""
 
 
-def is_any_sharded(tensors: Mapping[str, Tensor]) -> bool:
-    """Whether any of the tensors (name → `[...]`) is sharded; equal on every rank."""
-    return any(map(is_sharded, tensors.values()))
-
-
 def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int, place: str = "") -> LocalShard:
     """This rank's part of groups of tensors (group → name → `[...]`), under ``<group>/<name>``. Raises ConfigError."""
     parts: dict[str, LocalPart] = {}

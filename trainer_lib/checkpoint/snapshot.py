@@ -28,8 +28,9 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import MODEL
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.sharded import LocalShard, collect_local_parts, is_any_sharded
+from trainer_lib.checkpoint.sharded import LocalShard, collect_local_parts
 from trainer_lib.checkpoint.values import render_json
+from trainer_lib.distributed.sharding import is_sharded
 from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import OutOfMemoryError
 
@@ -83,7 +84,7 @@ class Snapshot:
 
 def shard_snapshot(snapshot: Snapshot, rank: int) -> Snapshot:
     """Replace sharded tensors by this rank's parts of them; a snapshot of whole tensors stays. Raises ConfigError."""
-    if not is_any_sharded(snapshot.model):  # equal on every rank, so all ranks go the same way
+    if not any(map(is_sharded, snapshot.model.values())):  # equal on every rank, so all ranks go the same way
         return snapshot
     optimizer = snapshot.optimizer
     groups = {"model": snapshot.model, "optimizer": optimizer.tensors if optimizer is not None else {}}

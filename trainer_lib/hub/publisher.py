@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import KIND, checkpoint_name, parse_step
-from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.checkpoint.reader import open_checkpoint
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
@@ -388,7 +388,7 @@ def _with_model_file(push: CheckpointPush, folder: Store) -> Content:
         return push.content
     root = Store.open(push.store.url.rstrip("/").rpartition("/")[0])
     with folder.open_write(layout.MODEL) as writer:
-        open_checkpoint(root, push.name, Checkpoint).write_model(writer)
+        open_checkpoint(root, push.name).write_model(writer)
     return replace(push.content, files={**push.content.files, layout.MODEL: Source(folder, writer.entry)})
 
 

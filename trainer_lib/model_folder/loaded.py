@@ -22,7 +22,7 @@ from torch import nn
 from trainer_lib import recipes
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
-from trainer_lib.checkpoint.reader import Checkpoint, open_checkpoint
+from trainer_lib.checkpoint.reader import open_checkpoint
 from trainer_lib.data.loading.generators import keep_generators
 from trainer_lib.data.rows.given_rows import GivenRows, in_order
 from trainer_lib.errors import CodeError, ConfigError, DamagedError
@@ -233,7 +233,7 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     if found.checkpoint is None:
         load_weights(loaded.model, found.weights.url)
     else:
-        tensors = open_checkpoint(found.checkpoints, found.checkpoint, Checkpoint).read_model()
+        tensors = open_checkpoint(found.checkpoints, found.checkpoint).read_model()
         load_tensors(loaded.model, tensors, f"{found.checkpoints.url}/{found.checkpoint}")
     loaded.model.eval()
     return loaded

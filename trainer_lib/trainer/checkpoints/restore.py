@@ -17,7 +17,7 @@ from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
-from trainer_lib.checkpoint.reader import Checkpoint, PreloadedCheckpoint, load_checkpoint, open_checkpoint
+from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
 from trainer_lib.checkpoint.rng import restore_rng
 from trainer_lib.data.loading.loader import TrainSource
 from trainer_lib.data.loading.order import derive
@@ -105,7 +105,7 @@ class Restore:
         self._trainer = trainer
         self._internals = internals
         self._held = contextlib.ExitStack()
-        self._preloaded: PreloadedCheckpoint | None = None
+        self._preloaded: Checkpoint | None = None
         self._asked: str | None = None
         self._is_automatic = False
 
@@ -177,11 +177,11 @@ class Restore:
         world, strategy = self._internals.world, self._internals.engine.strategy
         self.hold(url)  # before the first read: another process may rotate checkpoints
 
-        def read() -> PreloadedCheckpoint | None:
+        def read() -> Checkpoint | None:
             # Where ranks compute a forward together, rank 0 reads whole tensors for all of them, one by one.
             alone = strategy.forward_communicates
             try:
-                loaded = open_checkpoint(root, name, PreloadedCheckpoint)
+                loaded = open_checkpoint(root, name)
                 loaded.reads_singly = alone
                 tensors = not alone or world.comm.rank == 0
                 loaded.preload(rank=world.save_group.rank, tensors=tensors, weights=weights)
