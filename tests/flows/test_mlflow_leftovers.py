@@ -24,8 +24,7 @@ from trainer_lib.errors import StorageError
 from trainer_lib.storage import Store
 from trainer_lib.trackers import spool
 from trainer_lib.trackers.mlflow import mlflow_client
-from trainer_lib.trackers.mlflow.delivery import Delivery
-from trainer_lib.trackers.mlflow.shipper import Shipper
+from trainer_lib.trackers.mlflow.delivery import Delivery, Shipper
 from trainer_lib.trackers.spool import Session
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.reports.run_record import RunRecord

@@ -31,11 +31,10 @@ from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers.mlflow import mlflow_models
-from trainer_lib.trackers.mlflow.mlflow_client import RefusedError, connect_timed
+from trainer_lib.trackers.mlflow.mlflow_client import Clock, RefusedError, connect_timed
 from trainer_lib.trackers.mlflow.mlflow_models import deliver_model, download_model, send_model
 from trainer_lib.trackers.mlflow.mlflow_registry import Registration, register
 from trainer_lib.trackers.mlflow.model_record import Flavor, FlavorFile, ModelRecord, example_row
-from trainer_lib.trackers.mlflow.shipper import Clock
 
 
 @pytest.fixture(scope="module")

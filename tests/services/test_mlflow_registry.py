@@ -11,9 +11,8 @@ import pytest
 from tests.support.mlflow_store import fresh_store
 from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.mlflow import mlflow_registry as registry
-from trainer_lib.trackers.mlflow.mlflow_client import connect_timed
+from trainer_lib.trackers.mlflow.mlflow_client import Clock, connect_timed
 from trainer_lib.trackers.mlflow.mlflow_registry import Registration, Score
-from trainer_lib.trackers.mlflow.shipper import Clock
 
 VALUES = tuple(0.80 + 0.001 * (n % 20) for n in range(200))
 

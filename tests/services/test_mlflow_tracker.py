@@ -24,7 +24,7 @@ from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib.storage import Store
-from trainer_lib.trackers.mlflow import mlflow_client, shipper
+from trainer_lib.trackers.mlflow import delivery, mlflow_client
 from trainer_lib.trackers.mlflow.tracker import MLflowTracker
 from trainer_lib.trackers.spool import Session, own_spool
 from trainflow.flows.planning.plan import Plan
@@ -177,7 +177,7 @@ def test_killed_between_sending_and_noting_nothing_is_lost_or_twice(uri: str, tm
 
     def work() -> None:
         Session.save_state = save_state  # type: ignore[method-assign,assignment]
-        mlflow_client.BATCH, shipper.POLL_S = 100, 0.01
+        mlflow_client.BATCH, delivery.POLL_S = 100, 0.01
         tracker = _started(out)
         for step in range(1, 1001):
             tracker.log({"loss": float(step), "lr": 0.1}, step)
@@ -198,7 +198,7 @@ def test_a_killed_training_that_is_not_resumed_ends_as_failed(uri: str, tmp_path
     out = tmp_path / "out"
 
     def work() -> None:
-        shipper.POLL_S = 0.01
+        delivery.POLL_S = 0.01
         tracker: Any = _started(out, {})
         tracker.log({"loss": 1.0}, 1)
         state = tracker._session.path / "state.json"
@@ -243,7 +243,7 @@ def test_a_dead_store_costs_a_warning_and_loses_nothing(
 ) -> None:
     (tmp_path / "store").write_text("in the way")  # no database can be opened below a file
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/store/mlflow.db")
-    monkeypatch.setattr(shipper, "POLL_S", 0.01)
+    monkeypatch.setattr(delivery, "POLL_S", 0.01)
     _track(tmp_path / "out", range(1, 11))
     assert "cannot be reached" in caplog.text
     assert "the next training with it delivers it" in caplog.text
@@ -335,7 +335,7 @@ def storage(tmp_path: Path) -> Store:
 
 @pytest.fixture
 def run(uri: str, storage: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[TrackedRun]:
-    monkeypatch.setattr(shipper, "POLL_S", 0.05)
+    monkeypatch.setattr(delivery, "POLL_S", 0.05)
     run = open_run(TrackingConfig(), storage, name="toy", pipeline_key="k" * 64, params={}, resume=True)
     assert run is not None
     yield run

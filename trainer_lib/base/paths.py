@@ -69,15 +69,15 @@ def _map(value: Any, declared: Any, convert: Callable[[str], Any]) -> Any:
 
 def state_folder(name: str) -> Path:
     """The private folder `name` below ``~/.local/state/trainflow`` (or XDG_STATE_HOME), made where it is missing."""
-    state = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
-    folder = state / "trainflow" / name
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    return folder
+    return _private_folder("XDG_STATE_HOME", ".local/state", name)
 
 
 def cache_folder(name: str) -> Path:
     """The private folder `name` below ``~/.cache/trainflow`` (or XDG_CACHE_HOME), for what can be made again."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = cache / "trainflow" / name
+    return _private_folder("XDG_CACHE_HOME", ".cache", name)
+
+
+def _private_folder(variable: str, place: str, name: str) -> Path:
+    folder = Path(os.environ.get(variable) or Path.home() / place, "trainflow", name)
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return folder

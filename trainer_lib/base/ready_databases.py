@@ -120,7 +120,9 @@ def place(kind: Kind, database: Path) -> bool:
     """Copy the kept tables to `database`, in one step, unless something is there; return whether it was done."""
     with contextlib.suppress(OSError, sqlite3.Error, metadata.PackageNotFoundError):
         template = kind.template()
-        if database.exists() or _has_journal(database) or not _is_own(template):
+        # Changes that a removed database left behind: sqlite would apply them to the copy.
+        left = any(database.with_name(database.name + ending).exists() for ending in ("-wal", "-journal"))
+        if left or database.exists() or not _is_own(template):
             return False
         with _drafts(database) as folder:
             copy = folder / database.name
@@ -141,7 +143,11 @@ def keep(kind: Kind, database: Path) -> None:
             return
         with _drafts(template) as folder:
             draft, compact = folder / "draft.db", folder / "compact.db"
-            _copy(database, draft)
+            with (
+                contextlib.closing(_open_unchanged(database)) as source,
+                contextlib.closing(sqlite3.connect(draft)) as target,
+            ):
+                source.backup(target)
             _empty(draft, kind.filled, compact)
             with compact.open("rb") as file:
                 os.fsync(file.fileno())
@@ -150,11 +156,6 @@ def keep(kind: Kind, database: Path) -> None:
                 compact.replace(template)  # two processes write the same
     except (OSError, sqlite3.Error, metadata.PackageNotFoundError) as error:
         _log.debug("The tables of %s are not kept: %s", database, error)
-
-
-def _copy(database: Path, copy: Path) -> None:
-    with contextlib.closing(_open_unchanged(database)) as source, contextlib.closing(sqlite3.connect(copy)) as target:
-        source.backup(target)
 
 
 def _empty(database: Path, filled: Collection[str], compact: Path) -> None:
@@ -180,11 +181,6 @@ def _is_sound(database: Path) -> bool:
 
 def _open_unchanged(database: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"{database.absolute().as_uri()}?mode=ro", uri=True)
-
-
-def _has_journal(database: Path) -> bool:
-    """Whether a removed database left changes behind: sqlite would apply them to the copy."""
-    return any(database.with_name(database.name + ending).exists() for ending in ("-wal", "-journal"))
 
 
 def _is_own(path: Path) -> bool:

@@ -32,6 +32,16 @@ _CLOSE_S = 30.0
 _log = logging.getLogger(__name__)
 
 
+def append_whole(handle: int, data: bytes) -> None:
+    """Append lines to an open file in one unbuffered write: after kill -9 all but perhaps the last are whole.
+
+    Raises OSError; of a disk that is full, after half a line that must not stay in front of the next one is cut off.
+    """
+    if (written := os.write(handle, data)) < len(data):
+        os.ftruncate(handle, os.fstat(handle).st_size - written)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 class LineFile:
     """The file `name` of lines, which all end in a line break, in the folder `store`."""
 
@@ -75,13 +85,9 @@ class LineFile:
                 self._uploader = threading.Thread(target=self._keep_uploading, name=self._name, daemon=True)
                 self._uploader.start()
             return
-        # One unbuffered write per line: after kill -9 every line but perhaps the last is whole.
         handle = os.open(self.store.local_path(self._name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            if (written := os.write(handle, line)) < len(line):
-                # The disk is full: no half line may stay in front of the next one.
-                os.ftruncate(handle, os.fstat(handle).st_size - written)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            append_whole(handle, line)
         finally:
             os.close(handle)
 

@@ -32,15 +32,17 @@ import stat
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.json_text import parse_record, read_json
+from trainer_lib.base.records import from_record
 from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.storage.local import make_folders
+from trainer_lib.trackers.jsonl import append_whole
 
 SPOOL_DIR = "TRAINFLOW_SPOOL_DIR"
 # Of a pipeline's run, for its workers: JSON with its token and its experiment.
@@ -180,7 +182,7 @@ class Session:
         with self._writing:
             data = bytes(self._unwritten) + line if self._unwritten else line
             try:
-                self._append(data)
+                append_whole(self._points, data)
             except OSError:
                 self._unwritten = bytearray(data if len(data) <= KEPT_BYTES else b"")
                 raise
@@ -198,21 +200,10 @@ class Session:
         except OSError:
             (self.path / "reserve").unlink(missing_ok=True)
             try:
-                self._append(bytes(self._unwritten) or _line_of(record))
+                append_whole(self._points, bytes(self._unwritten) or _line_of(record))
             except OSError:
-                self._append(_line_of(record))
+                append_whole(self._points, _line_of(record))
                 raise
-
-    def _append(self, data: bytes) -> None:
-        written = 0
-        try:
-            written = os.write(self._points, data)
-            if written < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        except OSError:
-            if written:  # the disk is full: no half line may stay in front of the next one
-                os.ftruncate(self._points, os.fstat(self._points).st_size - written)
-            raise
 
     def keep_file(self, content: bytes | Path) -> str:
         """Keep a copy of a file, or bytes, in the session, and return its name there. Raises OSError."""
@@ -389,13 +380,10 @@ def _line_of(record: Mapping[str, Any]) -> bytes:
 
 
 def _read_state(path: Path) -> State:
-    names = {attribute.name for attribute in fields(State)}
-    try:
-        stored = read_json(path / "state.json", dict)
-        return State(**{name: value for name, value in stored.items() if name in names})
-    except (FileNotFoundError, ValueError, TypeError, AttributeError):
-        # None yet, or a power failure has emptied it: what was sent is found out from the server.
-        return State()
+    # None yet, or a power failure has emptied it: what was sent is found out from the server.
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        return from_record(State, read_json(path / "state.json", dict), ignore_unknown=True)
+    return State()
 
 
 def _remove_old(path: Path, after_s: float) -> None:

@@ -18,8 +18,7 @@ from trainer_lib.errors import ConfigError, GateError, StorageError, StoreUnreac
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.mlflow import mlflow_registry
 from trainer_lib.trackers.mlflow.delivery import Delivery
-from trainer_lib.trackers.mlflow.mlflow_client import GoneError, RefusedError, connect_timed
-from trainer_lib.trackers.mlflow.shipper import Clock, shorten
+from trainer_lib.trackers.mlflow.mlflow_client import Clock, GoneError, RefusedError, connect_timed, shorten
 from trainer_lib.trackers.names import EVALUATE_TAG, GATE_TAG
 from trainer_lib.trackers.spool import Waiting, count_waiting
 from trainflow.flows.cli import terminal

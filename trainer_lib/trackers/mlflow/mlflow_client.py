@@ -11,14 +11,16 @@ import logging
 import os
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.base.ready_databases import Kind, create
 from trainer_lib.errors import first_line
+from trainer_lib.secrets import mask
 from trainer_lib.storage.local import make_folders
-from trainer_lib.trackers.mlflow.shipper import Clock
+from trainer_lib.storage.outages import describe_outage
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -27,6 +29,8 @@ BATCH = 1000  # MLflow's limit of metrics in one call
 PARAM_BATCH = 100
 DATABASE_TRIES = 3  # 0.4 s in all
 HTTP_TIMEOUT_S = 15
+UPLOAD_BYTES_S = 10e6  # an upload slower than this counts as one that hangs
+_REASON_CHARS = 160
 TOKEN_TAG = "trainflow.attempt"  # noqa: S105 - the tag by which we find our own run again
 KEY_TAG = "trainflow.pipeline_key"
 DISCARDED = "DISCARDED"  # how a run ends that a recipe mistake ended before it began
@@ -57,6 +61,33 @@ class Point(NamedTuple):
     value: float
     timestamp: int
     step: int
+
+
+class Clock:
+    """Seconds that the current request has gone without an answer; read by another thread.
+
+    Attributes:
+        granted_s: seconds granted to the bytes of all uploads so far.
+    """
+
+    def __init__(self) -> None:
+        self.granted_s = 0.0
+        self._due: float | None = None
+
+    @contextlib.contextmanager
+    def request(self, size: int = 0) -> Iterator[None]:
+        """Measure the block, a request that sends `size` bytes."""
+        self.granted_s += size / UPLOAD_BYTES_S
+        self._due = time.monotonic() + size / UPLOAD_BYTES_S
+        try:
+            yield
+        finally:
+            self._due = None
+
+    def is_overdue(self, patience_s: float) -> bool:
+        """Whether the answer should have come `patience_s` seconds ago."""
+        due = self._due
+        return due is not None and time.monotonic() > due + patience_s
 
 
 class _Timed:
@@ -122,6 +153,14 @@ def _typed() -> Iterator[None]:
         if isinstance(status, int) and 400 <= status < 500 and status not in {401, 403, 408, 429}:
             raise RefusedError(first_line(error)) from error
         raise
+
+
+def shorten(error: Exception) -> str:
+    """Return why a request failed, in a few words: what HTTP clients say of a connection fills several lines."""
+    if (outage := describe_outage(error)) is not None:
+        return outage
+    text = mask(first_line(error))
+    return text if len(text) <= _REASON_CHARS else f"{text[:_REASON_CHARS]}..."
 
 
 def artifact_location(uri: str) -> str | None:

@@ -27,7 +27,15 @@ from trainer_lib.data.rows.column import Column
 from trainer_lib.errors import ConfigError, StorageError, StoreUnreachableError, first_line
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import describe_outage
-from trainer_lib.trackers.mlflow.mlflow_client import BATCH, GoneError, RefusedError, history, latest_points, load
+from trainer_lib.trackers.mlflow.mlflow_client import (
+    BATCH,
+    GoneError,
+    RefusedError,
+    history,
+    latest_points,
+    load,
+    shorten,
+)
 from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered, Registration, register
 from trainer_lib.trackers.mlflow.model_record import (
     DIGEST_TAG,
@@ -39,7 +47,6 @@ from trainer_lib.trackers.mlflow.model_record import (
     example_row,
     nested,
 )
-from trainer_lib.trackers.mlflow.shipper import shorten
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -172,7 +179,7 @@ def send_model(
             experiment_id,
             name=record.name,
             source_run_id=run_id,
-            tags=record.all_tags(),
+            tags={**record.tags, DIGEST_TAG: record.digest},
             params=record.params,
             model_type="trainflow",
         )

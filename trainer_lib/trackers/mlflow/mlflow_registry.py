@@ -160,13 +160,15 @@ class Registered:
 
 def register(client: Any, model_id: str, run_id: str, asked: Registration) -> tuple[str, Verdict]:
     """Register a model's version, unless it is there, and move the aliases; return the version and the verdict."""
-    version = _find_version(client, asked.name, asked.digest) or _create(client, model_id, run_id, asked)
+    known = [row for row in versions_of(client, asked.name) if row.tags.get(DIGEST_TAG) == asked.digest]
+    oldest = min((int(row.version) for row in known), default=None)
+    version = _create(client, model_id, run_id, asked) if oldest is None else str(oldest)
     current = find_alias(client, asked.name, CANDIDATE)
     if current is None or int(current) < int(version):
         client.set_registered_model_alias(asked.name, CANDIDATE, version)
-    known = client.get_model_version(asked.name, version).tags.get(VERDICT_TAG)
-    if known is not None:  # decided: what people have moved since stays
-        return version, from_record(Verdict, parse_json(known))
+    decided = client.get_model_version(asked.name, version).tags.get(VERDICT_TAG)
+    if decided is not None:  # what people have moved since stays
+        return version, from_record(Verdict, parse_json(decided))
     try:
         verdict = promote(client, asked.name, version, alias=asked.alias)
     except ConfigError as refused:
@@ -277,11 +279,6 @@ def list_versions(client: Any) -> Iterator[dict[str, Any]]:
                 "run_id": record.run_id,
                 "digest": record.tags.get(DIGEST_TAG),
             }
-
-
-def _find_version(client: Any, name: str, digest: str) -> str | None:
-    found = [version for version in versions_of(client, name) if version.tags.get(DIGEST_TAG) == digest]
-    return str(min(found, key=lambda version: int(version.version)).version) if found else None
 
 
 def _create(client: Any, model_id: str, run_id: str, asked: Registration) -> str:

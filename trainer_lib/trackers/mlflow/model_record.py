@@ -30,10 +30,6 @@ class ModelRecord:
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
 
-    def all_tags(self) -> dict[str, str]:
-        """The tags, with the digest by which the model is found again."""
-        return {**self.tags, DIGEST_TAG: self.digest}
-
 
 @dataclass(frozen=True)
 class FlavorFile:

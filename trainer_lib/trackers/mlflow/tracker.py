@@ -24,8 +24,7 @@ from typing import Any
 
 from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.secrets import mask
-from trainer_lib.trackers.mlflow.delivery import Delivery
-from trainer_lib.trackers.mlflow.shipper import Shipper
+from trainer_lib.trackers.mlflow.delivery import Delivery, Shipper
 from trainer_lib.trackers.names import clean_key, flatten_params, group_log
 from trainer_lib.trackers.spool import TRACKED_RUN, Session, make_private, now_ms, spool_root
 
