@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
@@ -31,7 +31,7 @@ from trainer_lib.launch.settings.gpu_selection import list_visible, num_cores
 from trainer_lib.locks.lease import Lease, acquire_lease
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.model_folder.locate import FoundModel, find_model, require_trust
-from trainer_lib.protocol.requests import ScoreRequest
+from trainer_lib.protocol.requests import RowSettings, ScoreRequest
 from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, read_commit, verify_files, write_commit
@@ -56,36 +56,20 @@ class NewRowsFacts(StageFacts, stage=STAGE):
 
 
 @dataclass(frozen=True, kw_only=True)
-class NewRows:
-    """Settings of a prediction.
+class NewRows(RowSettings):
+    """A prediction that was asked for.
 
     Attributes:
         model: address of the model.
         data: paths, URLs, folders and patterns of the files with the rows.
         to: folder or URL of the predictions; None: `predictions/<key>` in the working directory.
         trust: SHA-256 of the model's code that was read; True: trust whatever code it has.
-        id_column: column with the ids of the rows; None: `row_id` or `id`, else they are numbered.
-        ignored: columns that are not for the model.
-        constants: column -> the text of its value, which every row gets.
-        format: "parquet" or "jsonl".
-        rows_per_file: rows per file.
-        batch_size: rows of a forward pass; None: as while training.
-        sort_by: column by whose length rows share batches; None: as they come.
-        max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
     """
 
     model: str
     data: Sequence[str]
     to: str | None = None
     trust: bool | str = False
-    id_column: str | None = None
-    ignored: Sequence[str] = ()
-    constants: Mapping[str, str] = field(default_factory=dict)
-    format: str = "parquet"
-    rows_per_file: int = 10_000
-    batch_size: int | None = None
-    sort_by: str | None = None
-    max_errors: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,9 +88,9 @@ class RowsJob:
     @classmethod
     def of(cls, asked: NewRows) -> RowsJob:
         """Look at everything that can be refused before a worker starts."""
-        if asked.format not in FORMATS:
+        if asked.file_format not in FORMATS:
             remedy = f"Use {' or '.join(FORMATS)}."
-            raise ConfigError("There is no such format.", field="--format", value=asked.format, remedy=remedy)
+            raise ConfigError("There is no such format.", field="--format", value=asked.file_format, remedy=remedy)
         model = find_model(asked.model)
         require_trust(model, asked.trust)
         _require_columns(asked.constants, model)
@@ -115,21 +99,21 @@ class RowsJob:
         # Remembered next to the predictions: a run that continues does not read all rows for their digest again.
         memory = to.local_path("sources.json") if to is not None and to.is_local else None
         sources = fingerprints([file.address for file in files], memory=memory, field=FIELD)
-        fields = {
+        decisive = {
             "model": model.digest(),
             "rows": sources,
             "id_column": asked.id_column,
             "ignored": sorted(asked.ignored),
-            "format": asked.format,
+            "format": asked.file_format,
             "rows_per_file": asked.rows_per_file,
             "batch_size": asked.batch_size,
             # Not the limit: with a greater one, finished parts are the same.
-            **({"constants": dict(asked.constants)} if asked.constants else {}),
+            **({"constants": asked.constants} if asked.constants else {}),
             **({"sort_by": asked.sort_by} if asked.sort_by is not None else {}),
             **({"errors": "column"} if asked.max_errors else {}),
             "versions": versions(),
         }
-        key = stage_key(STAGE, fields)
+        key = stage_key(STAGE, decisive)
         url = to.url if to is not None else Store.open(f"{FOLDER}/{key.folder}").url
         return cls(asked, model, files, key, url)
 
@@ -155,23 +139,18 @@ class RowsJob:
 
     def request(self) -> ScoreRequest:
         """The request for a worker."""
-        asked, description = self.asked, self.model.description
+        settings: dict[str, Any] = {member.name: getattr(self.asked, member.name) for member in fields(RowSettings)}
+        if self.answer is not None and self.answer != self.asked.id_column:
+            settings["ignored"] += (self.answer,)
         return ScoreRequest(
             output=self.url,
-            model=asked.model,
+            model=self.asked.model,
             digest=str(self.key.fields["model"]),
-            code=description.code_digest,
+            code=self.model.description.code_digest,
             sources=self.files,
             key=self.key.digest,
-            id_column=asked.id_column,
-            ignored=(*asked.ignored, *([] if self.answer in (None, asked.id_column) else [self.answer])),
-            constants=dict(asked.constants),
-            rows_per_file=asked.rows_per_file,
-            file_format=asked.format,
-            max_errors=asked.max_errors,
-            batch_size=asked.batch_size,
-            sort_by=asked.sort_by,
             is_on_cpu=self.is_on_cpu,
+            **settings,
         )
 
     @property
@@ -181,7 +160,7 @@ class RowsJob:
 
     def parts(self) -> NumberedParts:
         """The files of the predictions."""
-        return numbered_parts(self.store, self.key.digest, self.asked.format)
+        return numbered_parts(self.store, self.key.digest, self.asked.file_format)
 
     def workers(self, count: int, threads: int | None) -> list[LaunchConfig]:
         """The launches of so many workers, with one GPU or a share of the cores. Raises ConfigError."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from trainer_lib.hub.folder import open_hub
 from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.model_folder.description import FILE, read_description
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
-from trainer_lib.model_folder.lineage import PROVENANCE_FILE, Lineage
+from trainer_lib.model_folder.lineage import PROVENANCE_FILE
 from trainer_lib.model_folder.locate import FoundModel, find_model
 from trainer_lib.protocol.requests import OUTCOMES, MeasureRowsRequest, PreparedData
 from trainer_lib.storage import FileEntry, Store
@@ -36,7 +36,7 @@ from trainflow.tasks.keys.keys import publish_key, publishes_code
 from trainflow.tasks.model.logged_models import RESAMPLES, read_score
 from trainflow.tasks.model.model_card import add_outcomes, describe_card, draw_files
 from trainflow.tasks.model.model_lineage import add_lineage, describe_lineage, key_fields
-from trainflow.tasks.model.outcome_tables import read_outcomes
+from trainflow.tasks.model.outcome_tables import Outcome, read_outcomes
 from trainflow.tasks.model.portable_model import (
     TrainedModel,
     code_texts,
@@ -87,57 +87,17 @@ def push_to_hub(
         The stage's manifest; its facts say where the publication is.
     """
     data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)
-    inputs: list[StageManifest] = [data, model, *([] if evaluation is None else [evaluation])]
     trained = _model_with_code(config, context, data, model)
     require_adapters(config, model)
     key = publish_key(config, context, data, model, evaluation)
 
     def work(attempt: StageAttempt) -> StageOutput:
-        with published_model(config, context, data, model, attempt) as (files, agreement):
-            content = _content(config, context, inputs, trained, files)
-            code = None if trained is None else trained.description.code_digest
-            lineage = describe_lineage(context.name, inputs, code_digest=code)
-            output = _publish(config, context, content, lineage, (data, evaluation), attempt)
-            return replace(output, metrics=agreement)
+        return _Publication(config, context, data, model, evaluation, trained, attempt).make()
 
     def inspect(manifest: StageManifest[PublishFacts]) -> str | None:
         return find_publication_problem(config, context, manifest)
 
     return run_stage(key, context, work, retries=config.retries, inspect=inspect)
-
-
-def _publish(
-    config: PublishConfig,
-    context: StageContext,
-    bare: Content,
-    lineage: Lineage,
-    measured: tuple[StageManifest[PrepareFacts], StageManifest[EvaluateFacts] | None],
-    attempt: StageAttempt,
-) -> StageOutput:
-    """Publish the content with its card and lineage, unless its model is held back by a better one."""
-    to = publication_target(config, context)
-    hub = open_hub(to, revision=config.revision, private=config.private)
-    card = merge_card(hub.read_card(), bare.texts[CARD].decode(), field=to)
-    content = add_lineage(replace(bare, texts={**bare.texts, CARD: card.encode()}), lineage)
-    judged, held = judge_publication(config, context, hub, content, *measured, attempt), None
-    if judged is not None and not judged[1].promoted:
-        done, held = judged[0], judged[1].reason
-        _progress.publish({"event": "warning", "stage": STAGE, "message": f"The model is not published: {held}"})
-    else:
-        verdict = {} if judged is None else {"verdict": to_record(judged[1])}
-        content = replace(content, lineage={**content.lineage, **verdict})
-        done = hub.publish(content, message=f"Publish {config.title or context.name} ({content.digest[:12]})")
-    if not done.created and held is None:
-        message = f"{done.target} holds just this content already: no new revision"
-        _progress.publish({"event": "progress", "stage": STAGE, "message": message})
-    home = f"{Store.open(context.storage).url}/"
-    below = done.url.removeprefix(home) if done.url.startswith(home) else None
-    facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created, below, held)
-    # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
-    files = [attempt.store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
-    if judged is not None:
-        files.append(attempt.store.write_bytes("verdict.json", judged[1].to_json().encode()))
-    return StageOutput(files, facts=facts)
 
 
 def _model_with_code(
@@ -156,39 +116,131 @@ def _model_with_code(
     return trained
 
 
-def _content(
-    config: PublishConfig,
-    context: StageContext,
-    inputs: list[StageManifest],
-    trained: TrainedModel | None,
-    of_model: Mapping[str, Source],
-) -> Content:
-    data, model, *rest = inputs
-    of_model = {path: source for path, source in of_model.items() if path not in _MADE_HERE}
-    files = dict(of_model)
-    if not files:
-        raise ConfigError(
-            "The train stage left no model to publish.", field="publish", value=model.url, remedy="Run train again."
+@dataclass(frozen=True)
+class _Publication:
+    """One attempt at a publication; without `trained`, of the weights alone."""
+
+    config: PublishConfig
+    context: StageContext
+    data: StageManifest[PrepareFacts]
+    model: StageManifest[TrainFacts]
+    evaluation: StageManifest[EvaluateFacts] | None
+    trained: TrainedModel | None
+    attempt: StageAttempt
+
+    @property
+    def inputs(self) -> list[StageManifest]:
+        """The manifests of the stages that made the model, and of the evaluation that measured it."""
+        return [self.data, self.model, *([] if self.evaluation is None else [self.evaluation])]
+
+    def make(self) -> StageOutput:
+        """Publish the content with its card and lineage, unless its model is held back by a better one."""
+        config, context = self.config, self.context
+        with published_model(config, context, self.data, self.model, self.attempt) as (of_model, agreement):
+            bare = self._content(of_model)
+            code = None if self.trained is None else self.trained.description.code_digest
+            to = publication_target(config, context)
+            hub = open_hub(to, revision=config.revision, private=config.private)
+            card = merge_card(hub.read_card(), bare.texts[CARD].decode(), field=to)
+            lineage = describe_lineage(context.name, self.inputs, code_digest=code)
+            content = add_lineage(replace(bare, texts={**bare.texts, CARD: card.encode()}), lineage)
+            judged, held = self._judge(hub, content), None
+            if judged is not None and not judged[1].promoted:
+                done, held = judged[0], judged[1].reason
+                message = f"The model is not published: {held}"
+                _progress.publish({"event": "warning", "stage": STAGE, "message": message})
+            else:
+                verdict = {} if judged is None else {"verdict": to_record(judged[1])}
+                content = replace(content, lineage={**content.lineage, **verdict})
+                done = hub.publish(content, message=f"Publish {config.title or context.name} ({content.digest[:12]})")
+        if not done.created and held is None:
+            message = f"{done.target} holds just this content already: no new revision"
+            _progress.publish({"event": "progress", "stage": STAGE, "message": message})
+        home = f"{Store.open(context.storage).url}/"
+        below = done.url.removeprefix(home) if done.url.startswith(home) else None
+        facts = PublishFacts(done.target, done.url, done.revision, done.content_digest, done.created, below, held)
+        # Only what this content decides is a file, so that the stage's own digest tells of content and not of places.
+        store = self.attempt.store
+        files = [store.write_bytes(path, text) for path, text in sorted(content.texts.items())]
+        if judged is not None:
+            files.append(store.write_bytes("verdict.json", judged[1].to_json().encode()))
+        return StageOutput(files, metrics=agreement, facts=facts)
+
+    def _content(self, of_model: Mapping[str, Source]) -> Content:
+        config, context, evaluation, trained = self.config, self.context, self.evaluation, self.trained
+        of_model = {path: source for path, source in of_model.items() if path not in _MADE_HERE}
+        files = dict(of_model)
+        if not files:
+            what = "The train stage left no model to publish."
+            raise ConfigError(what, field="publish", value=self.model.url, remedy="Run train again.")
+        metrics: dict[str, Any] = {}
+        outcomes: list[Outcome] = []
+        if evaluation is not None:
+            # Outcomes hold labels of the data: they stay on the storage, and pictures show them together.
+            kept = [entry for entry in evaluation.files if not entry.path.startswith(f"{OUTCOMES}/")]
+            more = [entry for entry in kept if entry.path not in _MADE_HERE]
+            files |= {f"{EVALUATION}/{entry.path}": Source(evaluation.store(), entry) for entry in more}
+            metrics = tidy_metrics(evaluation.metrics)
+            outcomes = list(read_outcomes(evaluation, self.data.facts.info))
+        published = [FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(files.items())]
+        described = None if trained is None else trained.description
+        folder = context.folder or str(Path(context.recipe).parent)
+        card = describe_card(config, context.name, self.inputs, described, metrics, published, of_model, folder)
+        card = add_outcomes(card, outcomes, hardest_rows=config.hardest_rows)
+        texts = draw_files(outcomes) | {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
+        stages = {result.stage: result.key for result in self.inputs}
+        if trained is not None:
+            weights = [FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(of_model.items())]
+            files |= {entry.path: Source(self.data.store(), entry) for entry in trained.description.assets}
+            texts |= code_texts(trained) | {FILE: replace(trained.description, weights=tuple(weights)).to_json()}
+        return Content(files, texts, {"data_digest": self.data.content_digest, "stages": stages})
+
+    def _judge(self, hub: Hub, content: Content) -> tuple[Published, Verdict] | None:
+        """The newest publication, and whether the content's model is better; None where nothing is compared.
+
+        That is where every model is published, none is published yet, or the newest publication has just this model.
+        """
+        if self.config.compared_by is None:
+            return None
+        if self.evaluation is None:
+            raise _refuse("Nothing was evaluated, so there is no comparison.", "Run evaluate as well.")
+        newest = hub.find_newest()
+        if newest is None or _has_same_model(newest, content):
+            return None
+        better = self.config.greater_is_better
+        score = read_score(self.evaluation, self.config.compared_by, better, field="publish.metric")
+        split = next(name for name in self.evaluation.metrics if score.metric.startswith(f"{name}_"))
+        repo = parse_target(hub.target).repo
+        store = Store.open(newest.url if repo is None else download_snapshot(repo, revision=newest.revision))
+        best = _read_score(store, split, score)
+        if best is None:
+            found = _require_known_code(self.context, newest, store, content)
+            best = self._measure(found, self.evaluation, split, score)
+        return newest, compare("of this run", score, newest.revision, best)
+
+    def _measure(self, found: FoundModel, measured_by: StageManifest, split: str, score: Score) -> Score:
+        """The published model's score on the rows of this run's split, and on the same resamples."""
+        message = f"measures the published model on the rows of {split}"
+        self.attempt.progress.event({"event": "progress", "message": message})
+        asked = key_fields(measured_by)
+        data = self.data
+        request = MeasureRowsRequest(
+            output=self.attempt.store.url,
+            model=found.url,
+            digest=found.digest(),
+            code=found.description.code_digest,
+            data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
+            split=split,
+            metrics=read_metrics(asked.get("metrics") or []),
+            resamples=len(score.resampled),
+            is_on_cpu=bool(found.description.args.get("use_cpu")),
         )
-    for evaluation in rest:
-        # Outcomes hold labels of the data: they stay on the storage, and pictures show them together.
-        kept = [entry for entry in evaluation.files if not entry.path.startswith(f"{OUTCOMES}/")]
-        more = [entry for entry in kept if entry.path not in _MADE_HERE]
-        files |= {f"{EVALUATION}/{entry.path}": Source(evaluation.store(), entry) for entry in more}
-    metrics = {split: values for evaluation in rest for split, values in tidy_metrics(evaluation.metrics).items()}
-    outcomes = [outcome for evaluation in rest for outcome in read_outcomes(evaluation, data.facts.info)]
-    published = [FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(files.items())]
-    described = None if trained is None else trained.description
-    folder = context.folder or str(Path(context.recipe).parent)
-    card = describe_card(config, context.name, inputs, described, metrics, published, of_model, folder)
-    card = add_outcomes(card, outcomes, hardest_rows=config.hardest_rows)
-    texts = draw_files(outcomes) | {CARD: render_card(card).encode(), "metrics.json": _metrics_json(metrics)}
-    lineage = {"data_digest": data.content_digest, "stages": {result.stage: result.key for result in inputs}}
-    if trained is not None:
-        weights = tuple(FileEntry(path, file.entry.size, file.entry.sha256) for path, file in sorted(of_model.items()))
-        files |= {entry.path: Source(data.store(), entry) for entry in trained.description.assets}
-        texts |= code_texts(trained) | {FILE: replace(trained.description, weights=weights).to_json()}
-    return Content(files, texts, lineage)
+        measured = launch_request(request, LaunchSettings(processes=1), self.context, self.attempt)
+        name = score.metric.removeprefix(f"{split}_")
+        if name not in measured.metrics or len(measured.resampled.get(name, ())) != len(score.resampled):
+            what = f"The published model has no {name} on each resample of the rows."
+            raise _refuse(what, "Name another publish.metric.")
+        return replace(score, value=measured.metrics[name], resampled=measured.resampled[name])
 
 
 def _metrics_json(metrics: Mapping[str, Mapping[str, float]]) -> bytes:
@@ -198,37 +250,6 @@ def _metrics_json(metrics: Mapping[str, Mapping[str, float]]) -> bytes:
         for split, values in metrics.items()
     }
     return json.dumps(strict, indent=2, allow_nan=False).encode() + b"\n"
-
-
-def judge_publication(
-    config: PublishConfig,
-    context: StageContext,
-    hub: Hub,
-    content: Content,
-    data: StageManifest[PrepareFacts],
-    evaluation: StageManifest[EvaluateFacts] | None,
-    attempt: StageAttempt,
-) -> tuple[Published, Verdict] | None:
-    """The newest publication, and whether the content's model is better; None where nothing is compared.
-
-    That is where every model is published, none is published yet, or the newest publication has just this model.
-    """
-    if config.compared_by is None:
-        return None
-    if evaluation is None:
-        raise _refuse("Nothing was evaluated, so there is no comparison.", "Run evaluate as well.")
-    newest = hub.find_newest()
-    if newest is None or _has_same_model(newest, content):
-        return None
-    score = read_score(evaluation, config.compared_by, config.greater_is_better, field="publish.metric")
-    split = next(name for name in evaluation.metrics if score.metric.startswith(f"{name}_"))
-    repo = parse_target(hub.target).repo
-    store = Store.open(newest.url if repo is None else download_snapshot(repo, revision=newest.revision))
-    best = _read_score(store, split, score)
-    if best is None:
-        found = _require_known_code(context, newest, store, content)
-        best = _measure(context, found, data, evaluation, split, score, attempt)
-    return newest, compare("of this run", score, newest.revision, best)
 
 
 def _has_same_model(newest: Published, content: Content) -> bool:
@@ -246,12 +267,7 @@ def _read_score(store: Store, split: str, score: Score) -> Score | None:
     value, resampled = metrics.get(split, {}).get(name), record.get("metrics", {}).get(name, ())
     if record.get("rows") != score.rows or len(resampled) != len(score.resampled) or not isinstance(value, int | float):
         return None
-    return _scored(score, value, resampled)
-
-
-def _scored(score: Score, value: float, resampled: Any) -> Score:
-    better, rows = score.is_greater_better, score.rows
-    return Score(metric=score.metric, value=value, rows=rows, is_greater_better=better, resampled=tuple(resampled))
+    return replace(score, value=value, resampled=tuple(resampled))
 
 
 def _require_known_code(context: StageContext, newest: Published, store: Store, content: Content) -> FoundModel:
@@ -282,38 +298,6 @@ def _list_published(context: StageContext) -> Iterator[str]:
         facts = None if commit is None else StageManifest.from_commit(folder.url, commit).facts
         if isinstance(facts, PublishFacts) and facts.held is None:
             yield facts.published_digest
-
-
-def _measure(
-    context: StageContext,
-    found: FoundModel,
-    data: StageManifest[PrepareFacts],
-    evaluation: StageManifest[EvaluateFacts],
-    split: str,
-    score: Score,
-    attempt: StageAttempt,
-) -> Score:
-    """The published model's score on the rows of this run's split, and on the same resamples."""
-    attempt.progress.event({"event": "progress", "message": f"measures the published model on the rows of {split}"})
-    asked: Mapping[str, Any] = key_fields(evaluation)
-    request = MeasureRowsRequest(
-        output=attempt.store.url,
-        model=found.url,
-        digest=found.digest(),
-        code=found.description.code_digest,
-        data=PreparedData(data.url, data.facts.splits, data.facts.info, data.files),
-        split=split,
-        metrics=read_metrics(asked.get("metrics") or []),
-        resamples=len(score.resampled),
-        is_on_cpu=bool(found.description.args.get("use_cpu")),
-    )
-    measured = launch_request(request, LaunchSettings(processes=1), context, attempt)
-    name = score.metric.removeprefix(f"{split}_")
-    if name not in measured.metrics or len(measured.resampled.get(name, ())) != len(score.resampled):
-        raise _refuse(
-            f"The published model has no {name} on each resample of the rows.", "Name another publish.metric."
-        )
-    return _scored(score, measured.metrics[name], measured.resampled[name])
 
 
 def _refuse(what: str, remedy: str) -> ConfigError:

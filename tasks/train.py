@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
 from trainer_lib.arguments.configs.parallelism_config import data_size
-from trainer_lib.protocol.requests import TrainRequest
+from trainer_lib.protocol.requests import Trained, TrainRequest
 from trainflow.tasks.configs import TrainConfig
 from trainflow.tasks.keys.keys import train_key
 from trainflow.tasks.keys.stage_code import code_of, metrics_digest
@@ -74,21 +75,11 @@ def _train(
     result = launch_request(request, config.launch, context, attempt)
     digests, exported = digest_checkpoints(attempt.store, result.checkpoints, result.files)
     facts = TrainFacts(
-        global_step=result.global_step,
-        global_samples=result.global_samples,
-        world_size=result.world_size,
-        resumed_from=result.resumed_from,
-        checkpoints=result.checkpoints,
-        parameters=result.parameters,
-        peak_bytes=result.peak_bytes,
+        **{fact.name: getattr(result, fact.name) for fact in fields(Trained)},
         model=config.model,
         mlflow_run_id=context.tracking.run_id if context.tracking else None,
         tracked_run=context.tracking.token if context.tracking else None,
         metrics_code=measured_by,
-        device=result.device,
-        mfu=result.mfu,
-        micro_batch=result.micro_batch,
-        mixture=result.mixture,
         checkpoint_digests=digests,
         exported=exported,
         environment=describe_environment(),

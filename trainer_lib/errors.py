@@ -303,18 +303,16 @@ def from_record(record: dict[str, Any]) -> TrainflowError:
     return cls(str(record.get("message", "No message was recorded.")), **fields)
 
 
-def from_exception(error: BaseException, *, rank: int | None = None, step: int | None = None) -> TrainflowError:
+def from_exception(error: BaseException, *, rank: int | None = None) -> TrainflowError:
     """Convert any exception to a typed failure: ours as it is, the user's as a `CodeError`.
 
     MemoryError and torch's out-of-memory errors become `OutOfMemoryError`, a full disk becomes `StorageFullError` and
-    KeyboardInterrupt becomes `Interrupted`. `rank` and `step` are added where they are not known yet.
+    KeyboardInterrupt becomes `Interrupted`. `rank` is added where it is not known yet.
     """
     if isinstance(error, TrainflowError):
         error.rank = rank if error.rank is None else error.rank
-        error.step = step if error.step is None else error.step
         return error
-    details = "".join(_traceback.format_exception(error))
-    where: dict[str, Any] = {"rank": rank, "step": step, "details": details}
+    where: dict[str, Any] = {"rank": rank, "details": "".join(_traceback.format_exception(error))}
     # An assert without a message has an empty text.
     text = str(error) or type(error).__name__
     if isinstance(error, KeyboardInterrupt):

@@ -284,17 +284,12 @@ class Guard:
 
     def _workers(self) -> set[Process]:
         """Return the living descendants that have recorded themselves as workers."""
-        paths = self.run_dir.glob("worker-*.pid") if self.run_dir is not None else ()
-        recorded = {self._recorded(path) for path in paths}
-        return self._living() & {process for process in recorded if process is not None}
-
-    @staticmethod
-    def _recorded(path: Path) -> Process | None:
-        try:
-            pid, start = path.read_text().split()
-            return Process(int(pid), start)
-        except (OSError, ValueError):
-            return None
+        recorded: set[Process] = set()
+        for path in self.run_dir.glob("worker-*.pid") if self.run_dir is not None else ():
+            with contextlib.suppress(OSError, ValueError):
+                pid, start = path.read_text().split()
+                recorded.add(Process(int(pid), start))
+        return self._living() & recorded
 
     def _kill(self) -> None:
         """Send SIGKILL to every descendant; the loop repeats it, since one may have forked in the meantime."""

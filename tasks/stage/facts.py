@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from typing_extensions import override
 
 from trainer_lib.base.records import from_record
-from trainer_lib.protocol.requests import PreparedSplit
+from trainer_lib.protocol.requests import PreparedSplit, Trained
 
 
 @dataclass(frozen=True)
@@ -61,45 +61,23 @@ class PrepareFacts(StageFacts, stage="prepare-data"):
 
 
 @dataclass(frozen=True)
-class TrainFacts(StageFacts, stage="train"):
-    """Facts of a training.
+class TrainFacts(StageFacts, Trained, stage="train"):
+    """Facts of a training: those that its worker reported, and the following.
 
     Attributes:
-        global_step: optimizer steps, those before a resume included.
-        global_samples: training samples seen, likewise.
-        world_size: processes of the attempt that finished.
-        resumed_from: optimizer step that the attempt continued from; None: it began at the start.
-        checkpoints: names of the committed checkpoints.
-        parameters: number of the model's parameters.
-        peak_bytes: the largest memory of a process.
         model: settings that the recipe's build_model was given.
         mlflow_run_id: the run that has the training curve; None where the server had not given it an id.
         tracked_run: the same run, by the name that it has before its server is reached.
-        device: what each process trained on, as its driver names it.
-        mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
-        micro_batch: samples that a process was allowed at a time in the end.
-        mixture: weights of sources that were changed while training: `step` and `weights` of each change.
         metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing.
         checkpoint_digests: name of a committed checkpoint -> content digest of its files.
         exported: the checkpoint whose weights are those of the model; None: none is.
         environment: package -> version, and the processor, that it was trained with.
     """
 
-    global_step: int | None = None
-    global_samples: int | None = None
-    world_size: int | None = None
-    resumed_from: int | None = None
-    checkpoints: tuple[str, ...] = ()
-    parameters: int | None = None
-    peak_bytes: int | None = None
     model: dict[str, Any] = field(default_factory=dict)
     mlflow_run_id: str | None = None
     tracked_run: str | None = None
     metrics_code: str | None = None
-    device: str | None = None
-    mfu: float | None = None
-    micro_batch: int | None = None
-    mixture: tuple[dict[str, Any], ...] = ()
     checkpoint_digests: dict[str, str] = field(default_factory=dict)
     exported: str | None = None
     environment: dict[str, str] = field(default_factory=dict)

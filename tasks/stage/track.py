@@ -41,14 +41,7 @@ def track_splits(run: TrackedRun, manifest: StageManifest[PrepareFacts], ran: bo
     """Log every prepared split as an input dataset of the run, and its rows as a parameter."""
     run.log_params({"data": {"rows": {name: split.rows for name, split in manifest.facts.splits.items()}}})
     for name, split in manifest.facts.splits.items():
-        run.log_dataset(
-            name=name,
-            url=manifest.store().url,
-            digest=manifest.content_digest,
-            context=name,
-            schema=split.columns,
-            profile={"rows": split.rows},
-        )
+        run.log_dataset(name, manifest.store().url, manifest.content_digest, split.columns, split.rows)
 
 
 def track_training(run: TrackedRun, manifest: StageManifest[TrainFacts], ran: bool) -> None:

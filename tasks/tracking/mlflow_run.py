@@ -34,9 +34,8 @@ from urllib.parse import urlsplit
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.trackers.mlflow.delivery import Delivery
+from trainer_lib.trackers.mlflow.delivery import Delivery, Shipper
 from trainer_lib.trackers.mlflow.mlflow_client import KEY_TAG, artifact_location, is_local_database
-from trainer_lib.trackers.mlflow.shipper import Shipper
 from trainer_lib.trackers.names import clean_key, flatten_params
 from trainer_lib.trackers.spool import (
     SPOOL_DIR,
@@ -115,27 +114,18 @@ class TrackedRun:
             lambda session: {**record, "files": {path: session.keep_file(data) for path, data in files.items()}}
         )
 
-    def log_dataset(
-        self,
-        *,
-        name: str,
-        url: str,
-        digest: str,
-        context: str = "training",
-        schema: Mapping[str, str] | None = None,
-        profile: Mapping[str, Any] | None = None,
-    ) -> None:
-        """Log a dataset as an input: its name, its URL, its SHA-256 (complete in the tag `data.<name>`)."""
+    def log_dataset(self, split: str, url: str, digest: str, columns: Mapping[str, str], rows: int) -> None:
+        """Log a split as an input: its name, its URL, its SHA-256 (complete in the tag `data.<split>`)."""
         dataset = {
-            "name": name,
+            "name": split,
             "digest": digest[:DIGEST_CHARS],
             "source_type": "trainflow",
             "source": json.dumps({"uri": mask(url)}),
-            "schema": json.dumps({"columns": dict(schema)}) if schema else None,
-            "profile": json.dumps(dict(profile)) if profile else None,
+            "schema": json.dumps({"columns": dict(columns)}) if columns else None,
+            "profile": json.dumps({"rows": rows}),
         }
-        self._write(lambda _: {"dataset": dataset, "context": context})
-        self.set_tags({f"data.{name}": digest})
+        self._write(lambda _: {"dataset": dataset, "context": split})
+        self.set_tags({f"data.{split}": digest})
 
     def set_tags(self, tags: Mapping[str, str | None]) -> None:
         """Set tags of the run (stage keys, content digests, where the model was published); None takes one away."""

@@ -159,9 +159,7 @@ def test_metrics_files_and_a_dataset_arrive_once_by_however_many_retries(
     run, digest = start(), hashlib.sha256(b"data").hexdigest()
     for _ in range(3):
         run.log_metrics({"test_accuracy": 0.98, "test f1@5": 0.5}, 100)
-        run.log_dataset(
-            name="train", url="s3://bucket/data", digest=digest, schema={"label": "int64"}, profile={"n": 3}
-        )
+        run.log_dataset("train", "s3://bucket/data", digest, {"label": "int64"}, 3)
     run.log_metrics({"test_accuracy": 0.99}, 100)  # measured again
     run.log_metrics({"bad": math.nan}, 100)
     (tmp_path / "x").write_bytes(b"file")
@@ -243,7 +241,7 @@ def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:
         run = tracking.open_run(TrackingConfig(), storage, name="d", pipeline_key="k", params={"a": 1}, resume=True)
         run.log_metrics({"a": 1.0}, 1)
         run.log_file(storage.local_path("model/model.safetensors"), "model/model.safetensors")
-        run.log_dataset(name="d", url="u", digest="d" * 64)
+        run.log_dataset("d", "u", "d" * 64, {}, 1)
         run.finish("FINISHED")
         assert "mlflow" in sys.modules and "torch" not in sys.modules
     """

@@ -210,7 +210,7 @@ def test_bad_rows_go_into_a_column_up_to_a_limit(file_format: str, tmp_path: Pat
     publish_line(tmp_path / "model", recipe=RECIPE + PICKY)
     lines = [*map(json.dumps, BAD), "{not json"]
     (tmp_path / "new.jsonl").write_text("\n".join(lines) + "\n")
-    asked = _new_rows(tmp_path, format=file_format, rows_per_file=5, batch_size=2)
+    asked = _new_rows(tmp_path, file_format=file_format, rows_per_file=5, batch_size=2)
     for few in (0, 2, 5):
         with pytest.raises(DataError):
             _predict(replace(asked, max_errors=few, to=f"{asked.to}{few}"))
@@ -280,7 +280,7 @@ def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> 
 
 def test_every_row_gets_a_column_that_is_set(model: str, tmp_path: Path) -> None:
     (tmp_path / "new.jsonl").write_text('{"id": 1}\n{"id": 2}\n')
-    asked = _new_rows(tmp_path, format="jsonl")
+    asked = _new_rows(tmp_path, file_format="jsonl")
     _predict(replace(asked, constants={"x": "[3.0]"}))
     rows = [json.loads(line) for text in _files(tmp_path / "out").values() for line in text.splitlines()]
     assert [row["row_id"] for row in rows] == [1, 2]
@@ -325,5 +325,5 @@ def test_the_column_that_is_predicted_is_left_aside(tmp_path: Path) -> None:
     (tmp_path / "new.jsonl").write_text('{"x": [1.0], "answer": {"text": ["one"]}}\n')
     asked = _new_rows(tmp_path)
     assert RowsJob.of(replace(asked, trust=True)).find_unused() == ["answer"]
-    _predict(replace(asked, format="jsonl"))
+    _predict(replace(asked, file_format="jsonl"))
     assert b"prediction" in _files(tmp_path / "out")["part-00000.jsonl"]

@@ -223,7 +223,7 @@ def _kinds(name: str) -> list[str]:
 
 
 def _predict(model: Path, data: Path, to: Path, events: list[Any] | None = None, **more: Any) -> Any:
-    job = RowsJob.of(NewRows(model=str(model), data=[str(data)], to=str(to), format="jsonl", trust=True, **more))
+    job = RowsJob.of(NewRows(model=str(model), data=[str(data)], to=str(to), file_format="jsonl", trust=True, **more))
     here = LaunchConfig(kind="in_process", processes=1)
     manifest, _ = predict_new_rows(
         job, on_line=print, on_event=[].append if events is None else events.append, workers=[here]

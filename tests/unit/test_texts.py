@@ -250,7 +250,7 @@ def test_what_does_not_belong_there_is_refused_by_name(change: dict[str, Any], f
 
 
 def test_a_result_of_another_version_is_refused() -> None:
-    result = TrainResult(FILES, {"loss": 0.5}, 3, 24, 2, None, ("checkpoint-3",), 7)
+    result = TrainResult(3, 24, 2, None, ("checkpoint-3",), 7, files=FILES, metrics={"loss": 0.5})
     assert REQUESTS[1].read_result(json.loads(json.dumps(to_record(result)))) == result
     with pytest.raises(ConfigError) as caught:
         REQUESTS[1].read_result({**to_record(result), "speed": 1})

@@ -351,7 +351,7 @@ def init(args: TrainingArguments) -> Communicator:
         _prepare_to_leave()
         _current = _adopt_formed_group(args)
         return _current
-    ranks = ranks_from_environment()
+    ranks = environment.ranks()
     if ranks.world_size == 1:
         _warn_of_machines(ranks)
         return SingleProcess()
@@ -408,7 +408,7 @@ def _warn_of_machines(ranks: Ranks) -> None:
 
 def _adopt_formed_group(args: TrainingArguments) -> ProcessGroup:
     """Use the group that the caller, or a library of the caller's, has formed."""
-    found = ranks_from_environment()
+    found = environment.ranks()
     ranks = Ranks(dist.get_rank(), dist.get_world_size(), found.local_rank, found.local_world_size)
     # accelerate forms a group without a CPU side on GPUs; messages then need one of their own.
     if any(part.startswith("cpu:") for part in dist.get_backend_config().split(",")):
@@ -461,15 +461,15 @@ def _prepare_to_leave() -> None:
     In a thread, with a limit: a backend that waits for a peer must not keep the program from ending.
     """
     global _leaver
+
+    def leave() -> None:
+        _leaving.wait()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
     if _leaver is None:
-        _leaver = threading.Thread(target=_leave_at_exit, name="trainflow-leave", daemon=True)
+        _leaver = threading.Thread(target=leave, name="trainflow-leave", daemon=True)
         _leaver.start()
-
-
-def _leave_at_exit() -> None:
-    _leaving.wait()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 # Functions registered first run last: a program that ends its own group at exit, as it should, does so before.

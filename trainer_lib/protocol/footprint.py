@@ -27,8 +27,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-ZERO_BUCKET_ELEMENTS = 500_000_000
-"""DeepSpeed's own `reduce_bucket_size`; a smaller model has smaller buckets."""
+_ZERO_BUCKET_ELEMENTS = 500_000_000  # DeepSpeed's own `reduce_bucket_size`; a smaller model has smaller buckets
 _BYTES_OF_BUCKET_ELEMENT = 4
 STRATEGIES = ("single", "ddp", "fsdp", "zero-1", "zero-2", "zero-3")
 """The strategies that every plan compares; a spec's own "layout" is added to them."""
@@ -108,7 +107,6 @@ def footprints(
     processes: int,
     *,
     alone: int | None = None,
-    bucket_elements: int = ZERO_BUCKET_ELEMENTS,
     writers: int | None = None,
     only_model: bool = False,
     layout: tuple[int, int, int] | None = None,
@@ -117,14 +115,13 @@ def footprints(
 
     Args:
         alone: samples of the micro-batch of one process alone, whose activations grow with it; None: as on each rank.
-        bucket_elements: `reduce_bucket_size` of DeepSpeed's configuration.
         writers: ranks that write a part of FSDP's checkpoint; None: all of them.
         layout: copies, shards, and ranks of a tensor group of the spec's own.
     """
     written, share = size.checkpoint_bytes(only_model=only_model), _divided_by(processes)
     whole, gradients, optimizer = size.parameter_bytes, size.gradient_bytes, size.optimizer_bytes
     gathered = min(size.gathered_bytes, whole)
-    bucket = 2 * _BYTES_OF_BUCKET_ELEMENT * min(bucket_elements, size.trainable)
+    bucket = 2 * _BYTES_OF_BUCKET_ELEMENT * min(_ZERO_BUCKET_ELEMENTS, size.trainable)
     masters, activations = share(gradients), size.activation_bytes
     if activations is not None and alone is not None:
         activations = round(activations * alone / size.micro_batch)

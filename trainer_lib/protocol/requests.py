@@ -66,36 +66,41 @@ class PrepareResult:
 
 
 @dataclass(frozen=True)
-class TrainResult:
-    """A finished training.
+class Trained:
+    """Facts of a finished training.
 
     Attributes:
-        files: those of the exported model, below `model/`.
-        metrics: as the Trainer returns them.
         global_step, global_samples: optimizer steps and training samples, those before a resume included.
-        resumed_from: optimizer step that training continued from; None: it began at the start.
+        world_size: processes of the attempt that finished.
+        resumed_from: optimizer step that the attempt continued from; None: it began at the start.
         checkpoints: names of the committed checkpoints, newest first.
         parameters: number of the model's parameters.
         peak_bytes: the largest memory of a process (`trainer_lib.base.memory.read_peak_bytes`).
         device: what the processes trained on, as its driver names it.
         mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
-        micro_batch: samples that a process was allowed at a time; a step may have had fewer.
-        mixture: weights of sources that were changed while training: with `step` and `weights`.
+        micro_batch: samples that a process was allowed at a time in the end; a step may have had fewer.
+        mixture: weights of sources that were changed while training: `step` and `weights` of each change.
     """
 
-    files: tuple[FileEntry, ...]
-    metrics: dict[str, Any]
-    global_step: int
-    global_samples: int
-    world_size: int
-    resumed_from: int | None
-    checkpoints: tuple[str, ...]
-    parameters: int
+    global_step: int | None = None
+    global_samples: int | None = None
+    world_size: int | None = None
+    resumed_from: int | None = None
+    checkpoints: tuple[str, ...] = ()
+    parameters: int | None = None
     peak_bytes: int | None = None
     device: str | None = None
     mfu: float | None = None
     micro_batch: int | None = None
     mixture: tuple[dict[str, Any], ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainResult(Trained):
+    """A finished training, the files of the exported model below `model/`, and metrics as the Trainer returns them."""
+
+    files: tuple[FileEntry, ...]
+    metrics: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -394,13 +399,11 @@ class FoundModelRequest(Request[R], Generic[R]):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScoreRequest(FoundModelRequest[PartsResult], verb="score_rows", result=PartsResult):
-    """Predict new rows with a trained model, in files of a fixed number of rows.
+class RowSettings:
+    """Settings of predictions of new rows, in files of a fixed number of rows.
 
     Attributes:
-        digest: SHA-256 of the model.
-        key: digest of all that decides the predictions.
-        id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it.
+        id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it, else numbers.
         ignored: columns that are not for the model.
         constants: column -> the text of its value, which every row gets.
         rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
@@ -408,10 +411,6 @@ class ScoreRequest(FoundModelRequest[PartsResult], verb="score_rows", result=Par
         batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
     """
 
-    uses_devices: ClassVar[bool] = True
-
-    digest: str
-    key: str
     id_column: str | None = None
     ignored: tuple[str, ...] = ()
     constants: dict[str, str] = field(default_factory=dict)
@@ -420,6 +419,16 @@ class ScoreRequest(FoundModelRequest[PartsResult], verb="score_rows", result=Par
     max_errors: int = 0
     batch_size: int | None = None
     sort_by: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreRequest(RowSettings, FoundModelRequest[PartsResult], verb="score_rows", result=PartsResult):
+    """Predict new rows with a trained model of this `digest`; `key` is a digest of all that decides the predictions."""
+
+    uses_devices: ClassVar[bool] = True
+
+    digest: str
+    key: str
 
 
 @dataclass(frozen=True)
