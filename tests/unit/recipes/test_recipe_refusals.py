@@ -178,6 +178,7 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         ("line,module\na,[1 0]", SEVERAL, "a text is not a list, such as '[1 0]' … Write lists in JSON"),
         (TYPED, {"split": {"by": "column", "column": "part"}}, "the label '1.0' … Write it as '1', as train does."),
         (LISTS, {}, "data.jsonl, row 0 … a list is neither a number nor a text … need target: several"),
+        ('line,module\n' + 'a,"[1, 0]"\n"b","[0, 1]"\n' * 9, SEVERAL, "All training rows have the label '0' and '1'"),
         (LISTS, SEVERAL, "row 0 (line 1), column 'module': [0, 1, 0] marks classes by 0 and 1"),
         (jsonl({"line": {"0": "a"}, "module": {"0": "b"}}), {},
             "'module': a dict is neither … to_json(orient='records', lines"),

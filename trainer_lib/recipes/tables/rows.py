@@ -63,7 +63,9 @@ class TabularRows:
         label = f"{FIELD}.{self.label_option}"
         if (named := self.options[self.label_option]) is None or isinstance(named, list):
             remedy = f"Name the column to predict: {label}=NAME."
-            remedy += " Classes of several columns are a list in one (target: several)." if named else ""
+            if named:
+                joined = 'rows["labels"] = [[n for n, v in zip(NAMES, r) if v] for r in rows[NAMES].values]'
+                remedy += f" Classes of several columns are a list in one (target: several), in JSON lines: {joined}."
             raise ConfigError("The recipe needs to know what to predict.", field=label, value=named, remedy=remedy)
         way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
         self._way = way["by"]
@@ -378,9 +380,11 @@ class TabularRows:
         names, labels = self._codes[2], {split: self._labels_of(chosen) for split, chosen in self.splits.items()}
         counts = {split: np.bincount(codes, minlength=len(names)) for split, (_, codes) in labels.items()}
         known = sorted((names[code] for code in np.flatnonzero(counts["train"])), key=_in_order)
-        if len(known) < 2:
-            what = f"All training rows have the label '{''.join(known)}', so there is nothing to learn."
-            raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy="Give rows of two classes or more.")
+        if len(known) < 2 or counts["train"].sum() == len(known) * len(self.splits["train"]):
+            shown = "' and '".join(known)
+            what = f"All training rows have the label '{shown}', so there is nothing to learn."
+            remedy = "Give rows of two classes or more" + ("." if len(known) < 2 else ", by the names that a row has.")
+            raise DataError(what, field=f"{FIELD}.label", value=self.label, remedy=remedy)
         for split, (rows, codes) in labels.items():
             if len(new := np.flatnonzero((counts[split] > 0) & (counts["train"] == 0))):
                 first = np.flatnonzero(np.isin(codes, new))[0]

@@ -139,7 +139,8 @@ class Table:
             raise ConfigError(what, field=field, value=name, remedy="Join the columns in the file.")
         if name in self.columns:
             return str(name)
-        remedy = suggestion(str(name), [*self.columns, *self.unread])
+        # A name in brackets is not of the files.
+        remedy = suggestion(str(name), [known for known in (*self.columns, *self.unread) if known[:1] != "("])
         if name in self.unread:
             several = " Lists of classes need target: several." if field.endswith(".label") else ""
             remedy = f"Name another column or a part of its objects ({name}.KEY), or write numbers or texts.{several}"
