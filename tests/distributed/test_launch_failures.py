@@ -89,7 +89,6 @@ def test_a_script_under_torchrun_is_told_what_failed_not_only_that_it_did(tmp_pa
     assert "DataError: train = 7: Row 7 is empty. Repair it." in summary
 
 
-# ---------------------------------------------------------------------------------------------- notices of preemption
 SLOW = {"OMP_NUM_THREADS": "1", "STEP_S": "0.05"}
 
 
@@ -114,8 +113,7 @@ def test_a_file_and_slurms_signal_end_it_saved_and_the_same_request_continues(
     assert checkpoints(output / "checkpoints") == [error.step]
     signaled = signal_every_process(replace(asked, args={**asked.args, "save_steps": 2}), tmp_path, output)
     assert signaled.step is not None and error.step is not None and signaled.step > error.step
-    result = tiny.run(asked, processes=2, kind="torchrun")
-    assert result.resumed_from == signaled.step
+    assert tiny.on_ranks(asked).resumed_from == signaled.step
     assert tiny.weights(str(output)) == uninterrupted_weights
 
 

@@ -67,10 +67,10 @@ def _request(folder: Path, output: Path, **args: Any) -> Any:
     return tiny.train_request(folder, tiny.prepared(folder / "prepared"), str(output), save_steps=4, **args)
 
 
-def _trained(asked: Any, on_event: OnEvent = lambda event: None, *, processes: int = 1, pause: str = "") -> Outcome:
+def _trained(asked: Any, on_event: OnEvent = lambda event: None, pause: str = "") -> Outcome:
     env = {"OMP_NUM_THREADS": "1", "STEP_S": "0.03", "TMPDIR": tempfile.gettempdir()}
     env |= {"PAUSE": pause} if pause else {}
-    config = LaunchConfig(processes=processes, grace_s=20.0)
+    config = LaunchConfig(processes=1, grace_s=20.0)
     return _attempt(lambda: launch(asked, config, env=env, on_line=lambda line: None, on_event=on_event))
 
 
@@ -102,7 +102,7 @@ def storage(folder: Path, disk: Path) -> Outcome:
 
     with ThreadPoolExecutor(1) as pool:
         filling = pool.submit(fill_between_saves)
-        first = _trained(asked, processes=2, pause=str(filled))
+        first = _trained(asked, pause=str(filled))
         filling.result()
     steps, names = checkpoints(output / "checkpoints"), {path.parent.name for path in output.rglob("*.json")}
     (disk / ".ballast").unlink()

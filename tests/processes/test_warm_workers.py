@@ -75,13 +75,13 @@ def test_a_worker_that_waited_is_like_any_other(tmp_path: Path) -> None:
 
 
 def test_training_in_a_worker_that_waited_gives_the_same_bits(tmp_path: Path, prepared_data: PreparedData) -> None:
+    warm.expect([("train", replace(ONE, grace_s=20.0))])
     digests = []
-    for way in ("cold", "warm"):
-        warm.expect([("train", replace(ONE, grace_s=20.0))] if way == "warm" else [])
-        asked = tiny.train_request(tmp_path / way, prepared_data, str(tmp_path / way / "train"), max_steps=4)
-        tiny.run(asked, kind="process", processes=1)
+    for kind in ("process", "in_process"):
+        asked = tiny.train_request(tmp_path / kind, prepared_data, str(tmp_path / kind / "train"), max_steps=4)
+        tiny.run(asked, kind=kind, processes=1)
+        assert not warm._waiting
         digests.append(tiny.weights(asked.output))
-    assert not warm._waiting
     assert digests[0] == digests[1]
 
 
