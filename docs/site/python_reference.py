@@ -40,7 +40,7 @@ def pages() -> dict[str, str]:
     written = {}
     for file, (title, module) in _PAGES.items():
         package = houses[module]
-        names = [name for name in package.exports or () if isinstance(name, str) and name not in _ELSEWHERE]
+        names = [name for name in importlib.import_module(module).__all__ if name not in _ELSEWHERE]
         blocks = [_object(package[name], name) for name in sorted(names, key=_rank)]
         head = package.docstring.value.split("\n\n")[0] if package.docstring else ""
         written[file] = "\n".join((f"# {title}\n", f"{head}\n", *blocks))

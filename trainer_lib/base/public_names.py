@@ -1,0 +1,26 @@
+"""Public names of a package by its stub `__init__.pyi`, which type checkers and editors read: imported at first use."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+
+def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """Return the functions `__getattr__` and `__dir__` of a package (PEP 562) and its `__all__`."""
+    stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
+    imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
+    homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+
+    def get(name: str) -> Any:
+        if name not in homes:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        return value
+
+    return get, lambda: sorted({*vars(sys.modules[package]), *homes}), sorted(homes)

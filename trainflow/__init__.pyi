@@ -1,0 +1,8 @@
+"""The public names of trainflow by their modules: the one list, for type checkers, editors and `__init__.py`."""
+
+from trainer_lib.errors import TrainflowError as TrainflowError
+from trainer_lib.model_folder.loaded import load_model as load_model
+from trainflow.recorded_run import Run as Run, Runs as Runs, runs as runs
+from trainflow.specification import Spec as Spec, Sweep as Sweep
+
+__all__: list[str]
