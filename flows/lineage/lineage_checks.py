@@ -32,8 +32,7 @@ from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry, Store, relative_problem
 from trainer_lib.storage.commit import COMMIT, Commit, content_digest, read_commit, verify_files
 from trainer_lib.trackers.mlflow.mlflow_client import TOKEN_TAG, Clock, GoneError, connect_timed, shorten
-from trainer_lib.trackers.mlflow.mlflow_registry import list_versions
-from trainer_lib.trackers.mlflow.model_record import DIGEST_TAG
+from trainer_lib.trackers.mlflow.mlflow_registry import DIGEST_TAG, list_versions
 from trainflow.flows.lineage.lineage_chain import Chain
 from trainflow.flows.records.recorded_spec import read_spec_record
 from trainflow.tasks.configs import TrackingConfig

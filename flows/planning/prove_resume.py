@@ -107,7 +107,7 @@ class _Proof:
         self._say("training without an interruption")
         # First, because its number of steps decides where the other one is stopped.
         whole = self._train("whole")
-        steps = whole.global_step
+        steps = whole.global_step or 0
         at = self._stop_at(steps)
         self._say(f"training again: {'SIGKILL' if self._question.kill else 'SIGTERM'} after step {at} of {steps}")
         self._stop(at)

@@ -32,8 +32,7 @@ from trainer_lib.model_folder.description import FILE as MODEL_FILE
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.mlflow_client import DISCARDED, FAILURE_TAG
-from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered
-from trainer_lib.trackers.mlflow.model_record import Flavor
+from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Flavor, Registered
 from trainer_lib.trackers.names import flatten_params, slice_tables
 from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.ending import expected_ending

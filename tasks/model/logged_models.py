@@ -19,8 +19,7 @@ from trainer_lib.model_folder.locate import PIN, model_digest
 from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest, read_commit
-from trainer_lib.trackers.mlflow.mlflow_registry import Registration, Score
-from trainer_lib.trackers.mlflow.model_record import Flavor, FlavorFile, ModelRecord
+from trainer_lib.trackers.mlflow.mlflow_registry import Flavor, FlavorFile, ModelRecord, Registration, Score
 from trainer_lib.trackers.names import clean_key, group_results, with_intervals
 from trainflow.tasks.configs import RegisterConfig
 from trainflow.tasks.model.model_lineage import step_of

@@ -16,14 +16,7 @@ from tests.support.faulty import Faults
 from tests.support.mlflow_store import client, fresh_store
 from tests.support.runs import broken, ran, reason, run, spec_of
 from tests.support.s3 import S3Server
-from trainer_lib.errors import (
-    CodeError,
-    DataError,
-    GateError,
-    NonFiniteError,
-    OutOfMemoryError,
-    StorageFullError,
-)
+from trainer_lib.errors import CodeError, DataError, GateError, NonFiniteError, OutOfMemoryError, StorageFullError
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult

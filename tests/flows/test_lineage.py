@@ -20,7 +20,7 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import write_commit
 from trainer_lib.trackers.mlflow import mlflow_registry as registry
 from trainer_lib.trackers.mlflow.mlflow_client import Clock, connect, connect_timed
-from trainer_lib.trackers.mlflow.model_record import DIGEST_TAG
+from trainer_lib.trackers.mlflow.mlflow_registry import DIGEST_TAG
 from trainflow.flows.cli.commands import checkpoints
 from trainflow.flows.lineage.lineage_chain import find_chain
 from trainflow.flows.lineage.lineage_checks import LinkCheck, find_failure, verify_chain

@@ -17,7 +17,7 @@ from tests.support.launched import wait_until
 from tests.support.mlflow_proxy import Proxy, mlflow_server
 from tests.support.mlflow_store import client, points, runs
 from trainer_lib.storage import Store
-from trainer_lib.trackers.mlflow import mlflow_client, shipper
+from trainer_lib.trackers.mlflow import delivery, mlflow_client
 from trainer_lib.trackers.mlflow.delivery import Delivery
 from trainer_lib.trackers.mlflow.tracker import MLflowTracker
 from trainflow.tasks.configs import TrackingConfig
@@ -125,7 +125,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, str]
 
 @pytest.fixture
 def scene(server: tuple[int, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
-    monkeypatch.setattr(shipper, "POLL_S", 0.05)
+    monkeypatch.setattr(delivery, "POLL_S", 0.05)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "3")
     mlflow_client.load()  # what is measured below is the server's time
     with Proxy(server[0]) as proxy:

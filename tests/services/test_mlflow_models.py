@@ -23,6 +23,7 @@ from tests.support.mlflow_store import client
 from tests.support.model_folders import publish_line, remove_fetched_code
 from tests.support.tiny_models import bert, tokenizer
 from trainer_lib.base.records import to_record
+from trainer_lib.data.rows.column import Column
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.model_folder import loaded as loaded_models
 from trainer_lib.model_folder import pyfunc
@@ -33,8 +34,7 @@ from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers.mlflow import mlflow_models
 from trainer_lib.trackers.mlflow.mlflow_client import Clock, RefusedError, connect_timed
 from trainer_lib.trackers.mlflow.mlflow_models import deliver_model, download_model, send_model
-from trainer_lib.trackers.mlflow.mlflow_registry import Registration, register
-from trainer_lib.trackers.mlflow.model_record import Flavor, FlavorFile, ModelRecord, example_row
+from trainer_lib.trackers.mlflow.mlflow_registry import Flavor, FlavorFile, ModelRecord, Registration, register
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_signature_takes_the_numbers_of_json_and_the_arrays_of_a_frame() -> No
     schema = Schema.from_json(described["signature"]["inputs"])
     row = {"scan": [[1, 2], [3, 4]], "x": [0.5], "n": 7, "flag": True, "text": "a"}
     whole_numbers = {**row, "x": [1, 2]}  # as a browser sends [1.0, 2.0]
-    for given in (row, whole_numbers, example_row(kinds)):
+    for given in (row, whole_numbers, {name: Column.parse(kind).example() for name, kind in kinds.items()}):
         assert _enforce_schema(pd.DataFrame([given]), schema).to_dict("records")[0].keys() == kinds.keys()
 
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.suggestions import number_words, to_markdown
+from trainer_lib.data.rows.column import Column
 from trainer_lib.errors import ConfigError
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.secrets import mask
 from trainer_lib.storage import FileEntry
-from trainer_lib.trackers.mlflow.model_record import example_row
 from trainer_lib.trackers.names import (
     compare_with_baselines,
     flatten_params,
@@ -325,7 +325,7 @@ def _example(kind: str) -> str:
     shape = [int(size) if size.strip().isdigit() else 1 for size in inside.split(",")] if bracket else []
     if math.prod(shape) > _LITERAL_VALUES:
         return f"np.zeros({tuple(shape)}, {dtype!r})".replace("'", '"')
-    return json.dumps(example_row({"": kind})[""]).replace("false", "False") if kind != "bytes" else 'b""'
+    return json.dumps(Column.parse(kind).example()).replace("false", "False") if kind != "bytes" else 'b""'
 
 
 def _title(card: Card) -> str:

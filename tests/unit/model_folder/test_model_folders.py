@@ -36,7 +36,7 @@ from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import FileEntry
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.trackers.mlflow import mlflow_models
-from trainer_lib.trackers.mlflow.model_record import ModelRecord
+from trainer_lib.trackers.mlflow.mlflow_registry import ModelRecord
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 LINEAGE = Lineage(

@@ -20,7 +20,7 @@ from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.protocol.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.trackers.mlflow.model_record import Flavor
+from trainer_lib.trackers.mlflow.mlflow_registry import Flavor
 from trainflow.flows.reports.run_tracking import SystemLoad, parse_gpus
 from trainflow.tasks import evaluate
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings

@@ -14,13 +14,7 @@ from tests.support import surface
 from tests.support.overrides import SURFACE, exercise
 from tests.support.toys import Classifier, classification_rows
 from tests.support.training import LOGGED, Note, StopAt, arguments, preempted_at, trained, trainer
-from trainer_lib import (
-    ExportableState,
-    Seq2SeqTrainer,
-    Seq2SeqTrainingArguments,
-    Trainer,
-    TrainerCallback,
-)
+from trainer_lib import ExportableState, Seq2SeqTrainer, Seq2SeqTrainingArguments, Trainer, TrainerCallback
 from trainer_lib.callbacks.base import EVENTS
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.overrides import CALLABLE, UNCALLED

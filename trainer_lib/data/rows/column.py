@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 TEXT = "string"
 LABELS = ("label", "label_ids", "labels")
@@ -35,6 +36,15 @@ class Column:
     def has_texts(self) -> bool:
         """Whether a value is a list of texts."""
         return self.dtype == TEXT
+
+    def example(self) -> Any:
+        """A value of this type, zeros and "text": it shows nothing of the data."""
+        if self.kind in ("string", "bytes"):
+            return "text" if self.kind == "string" else b""
+        value: Any = {"string": "text", "bool": False}.get(self.dtype, 0.0 if self.dtype.startswith("float") else 0)
+        for length in reversed((1,) if self.kind == "list" else self.shape):
+            value = [value] * length
+        return value
 
     @classmethod
     def parse(cls, text: str) -> Column:

@@ -36,16 +36,18 @@ from trainer_lib.trackers.mlflow.mlflow_client import (
     load,
     shorten,
 )
-from trainer_lib.trackers.mlflow.mlflow_registry import OUTCOME_FILE, Registered, Registration, register
-from trainer_lib.trackers.mlflow.model_record import (
+from trainer_lib.trackers.mlflow.mlflow_registry import (
     DIGEST_TAG,
     FOLDER,
+    OUTCOME_FILE,
     TYPES,
     Flavor,
     FlavorFile,
     ModelRecord,
-    example_row,
+    Registered,
+    Registration,
     nested,
+    register,
 )
 
 if TYPE_CHECKING:
@@ -272,7 +274,8 @@ def _write_folder(folder: Path, record: ModelRecord, files: Mapping[str, Path], 
         target = folder / FOLDER / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(local.read_bytes())
-    example = example_row(record.columns)
+    # Zeros of the right types: an input example that shows nothing of the data.
+    example = {name: Column.parse(kind).example() for name, kind in record.columns.items()}
     split = {"columns": list(example), "data": [list(example.values())]}
     has_example = not any(isinstance(value, bytes) for value in example.values())
     if has_example:

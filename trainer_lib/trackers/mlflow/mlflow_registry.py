@@ -1,4 +1,6 @@
-"""The model registry: versions, their aliases, and when the champion moves. Every step is safe to repeat.
+"""The model registry: models, versions, their aliases, and when the champion moves. Every step is safe to repeat.
+
+A `ModelRecord` is what MLflow records of a trained model whose weights stay on the storage.
 
 A version is created in one request with its tags and its description, and is found again by the digest of its model: a
 process that dies in between leaves a whole version or none. Aliases are set after it. The version that was champion
@@ -19,11 +21,15 @@ from trainer_lib.base.records import from_record, to_record
 from trainer_lib.base.suggestions import number_words
 from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.mlflow.mlflow_client import GONE, GoneError, RefusedError
-from trainer_lib.trackers.mlflow.model_record import DIGEST_TAG, Flavor
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
+DIGEST_TAG = "trainflow.model_digest"
+FOLDER = "trainflow"
+"""The folder of our files among a logged model's artifacts."""
+TYPES = {"bool": "boolean", "string": "string", "bytes": "binary", "binary": "binary"}
+"""Types -> MLflow's. A number is as wide as JSON's: MLflow narrows none, and the model converts what it is given."""
 CANDIDATE = "candidate"
 CHAMPION = "champion"
 BEFORE_TAG = "trainflow.champion_before"
@@ -35,6 +41,54 @@ LOW, HIGH = 0.05, 0.95
 _ARTIFACTS = "registry"
 _RESAMPLES_BYTES = 16 << 20
 _PAGE = 1000
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelRecord:
+    """A model as a LoggedModel of MLflow: a few kilobytes that name the weights by address and SHA-256.
+
+    `digest` is of all that decides its predictions: a run has one LoggedModel of it. `columns` is the signature, types
+    by column (`float32[8,8]`) without labels. Of a table, `required` columns may have any type that its files had.
+    """
+
+    name: str
+    digest: str
+    step: int
+    columns: dict[str, str]
+    required: tuple[str, ...] = ()
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FlavorFile:
+    """A file, as committed, that a flavor of MLflow needs at `path` among the artifacts: `name` in the URL `folder`."""
+
+    path: str
+    folder: str
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Flavor:
+    """A flavor of MLflow besides the reference to the weights: the model loads by a library's own functions.
+
+    `config` is its section of the MLmodel file; `files` are what it needs, weights included.
+    """
+
+    name: str
+    config: dict[str, Any] = field(default_factory=dict)
+    files: tuple[FlavorFile, ...] = ()
+
+
+def nested(kind: str, depth: int) -> dict[str, Any]:
+    """A type of MLflow's signatures inside so many arrays."""
+    found: dict[str, Any] = {"type": kind}
+    for _ in range(depth):
+        found = {"type": "array", "items": found}
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
