@@ -437,12 +437,7 @@ class _Writer:
     def _write(self) -> None:
         now_s = time.monotonic()
         running = [
-            {
-                "stage": name,
-                "status": "running",
-                "reason": stage.get("reason") or "",
-                "seconds": now_s - stage["since"],
-            }
+            {"stage": name, "status": "running", "reason": stage.get("reason") or "", "seconds": now_s - stage["since"]}
             for name, stage in list(self._running.items())
         ]
         record = self._record

@@ -233,13 +233,7 @@ class _Run:
         return StageManifest.from_commit(store.url, write_commit(store, "stage", files, meta, guard=lease.ensure_held))
 
     def _failed(
-        self,
-        ledger: Ledger,
-        number: int,
-        error: BaseException,
-        progress: _progress.StageProgress,
-        *,
-        can_halve: bool,
+        self, ledger: Ledger, number: int, error: BaseException, progress: _progress.StageProgress, *, can_halve: bool
     ) -> None:
         """Record the end of an attempt, and decide whether Prefect tries again."""
         try:

@@ -188,8 +188,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     texts += [chosen["positive_prefix"] + text for text in positives]
     count_cut_texts(out, tokenizer, texts, longest=chosen["max_length"])
     return table.rows(
-        labels.tolist(),
-        {chosen["query"]: queries, chosen["positive"]: positives, "place": places.tolist()},
+        labels.tolist(), {chosen["query"]: queries, chosen["positive"]: positives, "place": places.tolist()}
     )
 
 

@@ -189,9 +189,7 @@ class ArrowSplit:
             batch: pa.RecordBatch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         except (OSError, pa.ArrowInvalid) as error:
             raise DamagedError(
-                f"The shard cannot be read ({error}).",
-                field=entry.path,
-                remedy="Run with --force prepare-data.",
+                f"The shard cannot be read ({error}).", field=entry.path, remedy="Run with --force prepare-data."
             ) from error
         return batch
 
