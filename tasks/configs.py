@@ -19,8 +19,7 @@ from pydantic_core import PydanticCustomError
 from trainer_lib.base.durations import describe
 from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, is_less_better
 from trainer_lib.launch.settings.config import LaunchConfig
-from trainer_lib.protocol.preemption import Preemption
-from trainer_lib.protocol.requests import StopEarly
+from trainer_lib.protocol.requests import Preemption, StopEarly
 from trainflow.tasks.settings import (
     BenchmarkList,
     KeyedSettings,

@@ -20,8 +20,7 @@ from tests.support.repository import ROOT
 from trainer_lib.errors import HangError, Preempted, PreemptedByNotice, TrainflowError, from_record
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.settings.config import LaunchConfig
-from trainer_lib.protocol.preemption import Preemption
-from trainer_lib.protocol.requests import PreparedData
+from trainer_lib.protocol.requests import Preemption, PreparedData
 
 
 def test_a_rank_that_does_not_come_to_a_collective_is_a_hang(tmp_path: Path) -> None:

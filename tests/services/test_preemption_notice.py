@@ -19,7 +19,8 @@ import pytest
 
 from tests.support.launched import wait_until
 from tests.support.machine import serving
-from trainer_lib.protocol.preemption import NoticeWatch, Preemption, find_notice
+from trainer_lib.protocol.requests import Preemption
+from trainer_lib.worker.train import NoticeWatch, find_notice
 from trainflow.tasks.configs import PreemptionSettings
 
 

@@ -26,7 +26,6 @@ from trainer_lib.base.suggestions import to_cell, to_html, to_markdown, to_termi
 from trainer_lib.base.yaml_text import YamlProblem, dump_yaml, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError
-from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.protocol.requests import (
     CompareRequest,
     EstimateRequest,
@@ -37,6 +36,7 @@ from trainer_lib.protocol.requests import (
     MeasureRowsRequest,
     MergeRequest,
     PredictRequest,
+    Preemption,
     PreparedData,
     PreparedSplit,
     PrepareRequest,

@@ -24,7 +24,6 @@ from trainer_lib.base.records import from_record, to_record
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.footprint import Estimate, Probe
-from trainer_lib.protocol.preemption import Preemption
 from trainer_lib.storage import FileEntry
 
 FORMAT = 1
@@ -161,6 +160,26 @@ class Proof:
 
     stop_at: int | None = None
     kill: bool = False
+
+
+@dataclass(frozen=True)
+class Preemption:
+    """Where a notice is looked for: a file that exists, a command that exits with 0, or a URL that answers 200.
+
+    Attributes:
+        headers: sent with the request.
+        contains: text that the answer must contain; None: any answer counts.
+        every_s: seconds between two looks.
+        timeout_s: seconds that the command or the URL may take.
+    """
+
+    file: str | None = None
+    command: tuple[str, ...] = ()
+    url: str | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    contains: str | None = None
+    every_s: float = 5.0
+    timeout_s: float = 2.0
 
 
 @dataclass(frozen=True)
