@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import rows_at_a_time
@@ -61,9 +60,13 @@ def _train(
 ) -> StageOutput:
     # Before the launch: the workers load the recipe as it is now.
     measured_by = metrics_digest(code_of(config, context))
+    # Of a range of machines ("2:4") the largest number: fewer of them take more micro-batches each.
+    processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
+    varies = ":" in str(config.launch.nodes)
+    args = halve_training_batch(config.args, attempt.batch_halvings, world_size=processes, varies=varies)
     request = TrainRequest(
         **model_fields(config, context, attempt, data),
-        args=sent_arguments(_arguments(context, config, attempt.batch_halvings, parsed), context),
+        args=sent_arguments(args, context),
         model=config.model,
         train_split=config.train_split,
         eval_split=config.eval_split,
@@ -85,12 +88,3 @@ def _train(
         environment=describe_environment(),
     )
     return StageOutput(result.files, metrics=result.metrics, facts=facts)
-
-
-def _arguments(context: StageContext, config: TrainConfig, halvings: int, parsed: TrainingArguments) -> dict[str, Any]:
-    """The arguments of this attempt: the same global batch, however far memory reaches and many machines come."""
-    # Of a range of machines the largest number: fewer of them take more micro-batches each.
-    processes = context.resolver.launch(config.launch, use_cpu=parsed.use_cpu).world_size
-    # A range of machines ("2:4").
-    varies = ":" in str(config.launch.nodes)
-    return halve_training_batch(config.args, halvings, world_size=processes, varies=varies)

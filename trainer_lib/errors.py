@@ -105,18 +105,8 @@ class TrainflowError(Exception):
 
     def to_record(self) -> dict[str, Any]:
         """Render the failure as plain JSON, for a file or a pipe."""
-        return {
-            "class": type(self).__name__,
-            "message": self.message,
-            "field": self.field,
-            "value": self.value,
-            "remedy": self.remedy,
-            "rank": self.rank,
-            "step": self.step,
-            "details": self.details,
-            "retryable": self.retryable,
-            "exit_code": self.exit_code,
-        }
+        names = ("message", "field", "value", "remedy", "rank", "step", "details", "retryable", "exit_code")
+        return {"class": type(self).__name__, **{name: getattr(self, name) for name in names}}
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copy by way of the record: Prefect and multiprocessing copy exceptions, and every field must survive."""

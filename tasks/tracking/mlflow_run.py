@@ -35,7 +35,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.delivery import Delivery, Shipper
-from trainer_lib.trackers.mlflow.mlflow_client import KEY_TAG, artifact_location, is_local_database
+from trainer_lib.trackers.mlflow.mlflow_client import HTTP_TIMEOUT_S, KEY_TAG, artifact_location
 from trainer_lib.trackers.names import clean_key, flatten_params
 from trainer_lib.trackers.spool import (
     SPOOL_DIR,
@@ -49,8 +49,6 @@ from trainer_lib.trackers.spool import (
     user_data_dir,
 )
 from trainflow.tasks.configs import TrackingConfig
-
-HTTP_TIMEOUT_S = 15
 
 
 def source_tags(name: str, project: Path | None) -> dict[str, str]:
@@ -171,7 +169,7 @@ class Background:
     """
 
     def __init__(self, root: Path, tracking_uri: str, *, leaves_local: bool = False) -> None:
-        self._is_local = is_local_database(tracking_uri)
+        self._is_local = tracking_uri.startswith("sqlite")  # a database file on this machine
         self._shipper = Shipper(Delivery(root, tracking_uri))
         if not (leaves_local and self._is_local):
             self._shipper.start()

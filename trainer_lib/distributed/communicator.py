@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
 
 _log = logging.getLogger(__name__)
-_failed = False
+_failed = False  # whether an exception that the program did not catch is ending it
 
 
 def report_failures() -> None:
@@ -58,11 +58,6 @@ def report_failures() -> None:
 
     report.ours = True  # type: ignore[attr-defined]
     sys.excepthook = report
-
-
-def has_failed() -> bool:
-    """Return whether an exception that the program did not catch is ending it."""
-    return _failed
 
 
 def _report_to_torchrun(error: BaseException) -> None:
@@ -448,9 +443,8 @@ def _end_group_at_exit() -> None:
     A program that fails leaves the group as it is: its peers may be gone, and ending the group could wait for them.
     In both cases the threads of gloo let go of the tensors of finished collectives before the interpreter ends.
     """
-    failed = has_failed()
-    in_flight.wait_until_released(1.0 if failed else _LEAVE_S)
-    if dist.is_available() and dist.is_initialized() and not failed and _leaver is not None:
+    in_flight.wait_until_released(1.0 if _failed else _LEAVE_S)
+    if dist.is_available() and dist.is_initialized() and not _failed and _leaver is not None:
         _leaving.set()
         _leaver.join(_LEAVE_S)
 

@@ -226,14 +226,8 @@ class DataCollatorForTokenClassification(DataCollatorMixin):
 
 
 @dataclass
-class DataCollatorForMultipleChoice(DataCollatorMixin):
+class DataCollatorForMultipleChoice(DataCollatorWithPadding):
     """Pads samples of several choices, so that all choices of all samples have one length."""
-
-    tokenizer: Pads
-    padding: bool | str = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    return_tensors: str = "pt"
 
     @override
     def torch_call(self, features: list[Any]) -> dict[str, Any]:

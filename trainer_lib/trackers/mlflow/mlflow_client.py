@@ -169,11 +169,6 @@ def artifact_location(uri: str) -> str | None:
     return (Path(path).absolute().parent / "mlartifacts").as_uri() if path != uri and path else None
 
 
-def is_local_database(uri: str) -> bool:
-    """Whether a tracking URI is a database file on this machine."""
-    return uri.startswith("sqlite")
-
-
 def load() -> None:
     """Import mlflow, which takes seconds the first time, and give it our limits of time."""
     # mlflow reads it when it is imported.
