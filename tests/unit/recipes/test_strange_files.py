@@ -269,6 +269,7 @@ FILES: list[tuple[str, str | bytes, str, dict[str, Any], str]] = [
     ("a.json", PRETTY, "text", {}, ""),
     ("a.json", json.dumps({"data": TEXTS, "total": 40}, indent=1), "text", {}, ""),
     ("a.json", json.dumps({"rows": TEXTS}), "text", {}, ""),
+    ("a.json", "\n".join(json.dumps({**row, "items": []}) for row in TEXTS), "text", {}, "without the column 'items'"),
     ("a.json", "\ufeff" + json.dumps(TEXTS), "text", {}, ""),
     ("a.csv", SEMICOLONS, "tabular", {}, "read with the separator ';'."),
     ("a.csv", SEMICOLONS.encode("latin-1"), "tabular", {}, "with the encoding cp1252 and the separator ';'."),

@@ -63,7 +63,7 @@ _CONTENTS = {
 """First bytes of a file that is not a text -> what it is."""
 _LONG_NUMBER = re.compile(rb"\d{19}")
 _BOM = b"\xef\xbb\xbf"
-_SQUAD = ("data", "paragraphs", "qas")
+_SQUAD = (b'"data"', b'"paragraphs"', b'"qas"')
 _WRAPPERS = ("data", "rows", "records", "items", "results", "examples")  # keys of objects that hold all rows
 _HEADER = re.compile(r"(words?|tokens?)\s(.*\s)?(tags?|labels?|ner|ner_tags?|pos)\s*", re.IGNORECASE)
 _PACKING = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
@@ -105,7 +105,9 @@ class OpenFile:
         """The rows; an error in the packing is met with the first of them."""
         content = unpack(self.file.path, self._stream)
         if kind == "csv" or kind == "tsv":
-            yield from _read_csv(content, self.file, "\t" if kind == "tsv" else ",", notes, reading)
+            csv.field_size_limit(MAX_LINE_BYTES)
+            text, usual = _buffer_text(content, self.file), "\t" if kind == "tsv" else ","
+            yield from _name_rows(reading.open_csv(text, self.file, usual, notes), self.file, notes)
         elif kind == "sheet":
             yield from _name_rows(read_sheet(content, self.file, reading, notes), self.file, notes)
         else:
@@ -154,14 +156,6 @@ def _remedy(error: Exception) -> str:
 
 
 # -- formats ----------------------------------------------------------------------------------------------------------
-
-
-def _read_csv(stream: Any, file: RowFile, usual: str, notes: list[str], reading: Reading) -> Iterator[Raw]:
-    csv.field_size_limit(MAX_LINE_BYTES)
-    lines = reading.open_csv(_buffer_text(stream, file), file, usual, notes)
-    yield from _name_rows(lines, file, notes)
-
-
 def _buffer_text(stream: Any, file: RowFile) -> io.BufferedReader:
     """The stream of a text, buffered. Raises DataError where its first bytes are those of another format."""
     buffered = io.BufferedReader(stream, _BUFFER_BYTES)
@@ -218,9 +212,9 @@ def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -
         lines = map(str.encode, read_lines(io.TextIOWrapper(buffered, encoding, newline="\n")))
     may_be_whole = file.path.lower().removesuffix(packing_of(file.path)).endswith(".json")
     start = head.decode(encoding, "replace").lstrip("\ufeff \t\r\n") if may_be_whole else ""
-    first = [next(lines)] if start.startswith("{") else []
+    first = list(itertools.islice(lines, 2)) if start.startswith("{") else []
     lines = itertools.chain(first, lines)
-    if start.startswith("[") or any(map(_is_whole, first)):
+    if start.startswith("[") or _is_whole(*first):
         rows = _parse_whole(lines, file)
         yield from ((None, partial(rows.__getitem__, number)) for number in range(len(rows)))
     for number, text in enumerate(lines, start=1):
@@ -229,15 +223,15 @@ def _read_json(stream: Any, file: RowFile, notes: list[str], reading: Reading) -
             yield number, partial(_parse_json, line)
 
 
-def _is_whole(line: bytes) -> bool:
-    """Whether a first line begins an object over several lines, or has all rows under a usual key."""
-    if not line.rstrip().endswith(b"}"):
-        return not line.isspace()
+def _is_whole(first: bytes = b"", second: bytes = b"") -> bool:
+    """Whether an object continues on a second line, or is the only one and has all rows under a usual key."""
+    if not first.rstrip().endswith(b"}"):
+        return bool(first.strip())
     try:
-        whole = _parse_json(line.removeprefix(_BOM))
+        whole = {} if second.strip() else _parse_json(first.removeprefix(_BOM))
     except ValueError:
         return False
-    return isinstance(whole, dict) and any(isinstance(whole.get(name), list) for name in _WRAPPERS)
+    return any(isinstance(whole.get(name), list) for name in _WRAPPERS)
 
 
 def _parse_whole(lines: Iterator[bytes], file: RowFile) -> list[Any]:
@@ -255,7 +249,7 @@ def _parse_whole(lines: Iterator[bytes], file: RowFile) -> list[Any]:
         if len(lists) != 1:
             keys = ", ".join(map(repr, itertools.islice(whole, 10)))
             raise ValueError(f"its keys are {keys}; of an object, 'data' or 'rows' has all rows")
-        if not all(f'"{name}"'.encode() in content for name in _SQUAD):
+        if not all(name in content for name in _SQUAD):
             return list(lists[0])
         names = ("id", "question", "answers", "is_impossible")
         return [
@@ -265,8 +259,8 @@ def _parse_whole(lines: Iterator[bytes], file: RowFile) -> list[Any]:
             for asked in part["qas"]
         ]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        kind = "a JSON array" if content.lstrip()[:1] == b"[" else "one JSON object"
-        kind = "one of SQuAD" if all(f'"{name}"'.encode() in content for name in _SQUAD) else kind
+        kind = "one of SQuAD" if all(name in content for name in _SQUAD) else "one JSON object"
+        kind = "a JSON array" if content.lstrip().startswith(b"[") else kind
         what = f"the file begins as {kind}, which cannot be read ({error}); give one object a line"
         raise refuse_row(file.address, None, what) from error
 
