@@ -9,7 +9,6 @@ import random
 import shutil
 import signal
 import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -22,10 +21,10 @@ import pytest
 
 from tests.support import tiny
 from tests.support.checkpoints import no_damage, save, save_untrained
+from tests.support.command import answer, start_script
 from tests.support.launched import request, wait_until
 from tests.support.publishing import digits_content
 from tests.support.recorded import nightly
-from tests.support.repository import ROOT
 from tests.support.searching import rate, search_trainer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, rotate_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
@@ -205,18 +204,6 @@ def test_a_killed_workers_sources_are_taken_over_and_the_data_is_that_of_one_wor
 
 
 # ---------------------------------------------------------------------------------- processes at one place of a storage
-def start(code: str, *words: str) -> subprocess.Popen[str]:
-    """A process of its own that the test talks to."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, *words]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-
-
-def answer(process: subprocess.Popen[str]) -> str:
-    assert process.stdout is not None
-    return process.stdout.readline().strip()
-
-
 def begin(processes: list[subprocess.Popen[str]]) -> None:
     """Let processes go on together, once all of them are ready."""
     assert [answer(process) for process in processes] == ["ready"] * len(processes)
@@ -228,7 +215,7 @@ def begin(processes: list[subprocess.Popen[str]]) -> None:
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 def test_a_folder_that_a_living_process_writes_is_left_alone(tmp_path: Path) -> None:
     root = Store.open(tmp_path)
-    with start("input()") as sleeper:
+    with start_script("input()") as sleeper:
         claim = replace(Holder.this_process(), pid=sleeper.pid, started=start_time(sleeper.pid) or "")
         root.child("checkpoint-2").create(WRITING, claim.to_bytes())
         root.write_bytes("checkpoint-2/model.safetensors", b"theirs")
@@ -262,7 +249,7 @@ for line in sys.stdin:
 def test_kill_9_while_saving_loses_nothing_that_was_committed(tmp_path: Path) -> None:
     root = Store.open(tmp_path / "root")
     pause, newest = random.Random(7), 0
-    with start(ZYGOTE, root.url) as zygote:
+    with start_script(ZYGOTE, root.url) as zygote:
         assert zygote.stdin is not None
         for _ in range(4):
             zygote.stdin.write("\n")
@@ -295,7 +282,7 @@ def test_another_process_counts_while_it_lives_and_not_when_it_was_killed(tmp_pa
     root = Store.open(tmp_path)
     for step in (1, 2):
         save_untrained(root, step)
-    with start(READER, str(tmp_path / "checkpoint-1")) as reader:
+    with start_script(READER, str(tmp_path / "checkpoint-1")) as reader:
         assert answer(reader) == "reading"
         assert rotate_checkpoints(root, keep=1, protect=()) == []
         reader.kill()
@@ -324,7 +311,7 @@ print(json.dumps([committed, [turn for turn in range(50) if store.create(f"{turn
 
 def test_of_processes_that_commit_or_create_at_once_exactly_one_wins(tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
-        racers = [stack.enter_context(start(RACER, str(tmp_path), str(number))) for number in range(3)]
+        racers = [stack.enter_context(start_script(RACER, str(tmp_path), str(number))) for number in range(3)]
         begin(racers)
         won: list[tuple[list[int], list[int]]] = [json.loads(answer(racer)) for racer in racers]
     assert sorted(chain.from_iterable(committed for committed, _ in won)) == list(range(20))
@@ -370,7 +357,7 @@ def test_a_killed_publisher_leaves_nothing_visible_and_its_leftovers_are_removed
     """Killed at every write in turn: readers see whole revisions only, and the same call then completes."""
     target, content = str(tmp_path / "hub"), digits_content(tmp_path / "model")
     seen: list[int] = []
-    with start(PUBLISHER, target, str(tmp_path / "model")) as publisher:
+    with start_script(PUBLISHER, target, str(tmp_path / "model")) as publisher:
         assert publisher.stdin is not None
         while code := int(answer(publisher)):
             assert code == -signal.SIGKILL
@@ -398,7 +385,7 @@ os.kill(os.getpid(), 9)
 
 def test_a_trial_whose_process_was_killed_is_tried_again(tmp_path: Path) -> None:
     storage = f"sqlite:///{tmp_path}/s.db"
-    with start(KILLED_TRIAL, storage) as killed:
+    with start_script(KILLED_TRIAL, storage) as killed:
         assert killed.wait(60) == -signal.SIGKILL
     again = {"storage": storage, "study_name": "s", "load_if_exists": True}
     best = search_trainer(tmp_path).hyperparameter_search(rate, n_trials=1, **again)
@@ -470,7 +457,7 @@ def test_beside_runs_at_work_nothing_that_they_refer_to_goes(tmp_path: Path) -> 
     nightly(storage, 3)
     with contextlib.ExitStack() as stack:
         codes = (RUNS, CLEANING, CLEANING)
-        started = [stack.enter_context(start(textwrap.dedent(code), storage, "3")) for code in codes]
+        started = [stack.enter_context(start_script(textwrap.dedent(code), storage, "3")) for code in codes]
         begin(started)
         outs = [process.communicate(timeout=150)[0] for process in started]
         assert [process.returncode for process in started] == [0, 0, 0]

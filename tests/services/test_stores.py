@@ -8,7 +8,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,9 +18,9 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import answer, start_script
 from tests.support.commits import committed, write_files
 from tests.support.faulty import Faults
-from tests.support.repository import ROOT
 from tests.support.tensor_zoo import NAME, assert_same, save, zoo
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError, LeaseLostError, StorageError, StorageFullError
@@ -382,26 +381,11 @@ for _ in range(int(sys.argv[2])):
 """
 
 
-def start(code: str, *args: str) -> subprocess.Popen[str]:
-    """A script in another process."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", code, *args]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
-
-
-def hear(process: subprocess.Popen[str], line: str = "") -> str:
-    """Send a line, if any, and read one."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(line)
-    return process.stdout.readline().strip()
-
-
 @pytest.fixture
 def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process that holds the folder for as long as it lives, with a time-to-live of one second."""
-    process = start(HOLD, str(tmp_path / "s"), "1.0")
-    assert hear(process) == "1"
+    process = start_script(HOLD, str(tmp_path / "s"), "1.0")
+    assert answer(process) == "1"
     yield process
     process.send_signal(signal.SIGCONT)
     process.communicate(timeout=30)
@@ -460,7 +444,7 @@ def test_a_stopped_holder_is_replaced_and_cannot_commit_when_it_wakes(
         assert time.monotonic() - began >= 0.9
         assert lease.epoch == 2
         holder.send_signal(signal.SIGCONT)
-        assert hear(holder, "commit\n") == "LeaseLostError"
+        assert answer(holder, "commit\n") == "LeaseLostError"
         assert read_commit(store) is None
         write_commit(store, "stage", [], {"by": 2}, guard=lease.ensure_held)
     commit = read_commit(store)
@@ -471,7 +455,7 @@ def test_a_stopped_holder_is_replaced_and_cannot_commit_when_it_wakes(
 @pytest.mark.parametrize("any_url", ["file", "s3"], indirect=True)
 def test_of_processes_that_race_one_holds_at_a_time(any_store: Store) -> None:
     any_store.write_bytes("count", b"0")
-    processes = [start(COUNT, any_store.url, "2") for _ in range(3)]
+    processes = [start_script(COUNT, any_store.url, "2") for _ in range(3)]
     for process in processes:
         process.communicate(timeout=30)
     assert [process.returncode for process in processes] == [0, 0, 0]

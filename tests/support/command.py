@@ -17,6 +17,8 @@ from unittest import mock
 import psutil
 import pytest
 
+from tests.support.repository import ROOT
+
 TRAINFLOW = [sys.executable, "-c", "from trainflow.flows.cli.main import main; main()"]
 
 
@@ -166,3 +168,17 @@ def engine(home: Path) -> Iterator[dict[str, str]]:
         finally:
             process.stdin.close()
             process.wait(30)
+
+
+def start_script(code: str, *words: str) -> subprocess.Popen[str]:
+    """A script in another process, which the test talks to."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", code, *words]
+    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+
+
+def answer(process: subprocess.Popen[str], line: str = "") -> str:
+    """Send a line, if any, and read one."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write(line)
+    return process.stdout.readline().strip()
