@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from tests.distributed.test_layouts import HEADS, MODELS, RAGGED, mixtral, mixture, qwen
 from tests.support.distributed import loaded, run_distributed
 from tests.support.tiny_models import llama, lm_rows
-from tests.support.training import StopAt, losses, train_in_parts, trainer
-from trainer_lib import Trainer
+from tests.support.training import StopAt, losses, trainer
 from trainer_lib.errors import Preempted
 
 ROWS = lm_rows(22)
@@ -42,18 +40,16 @@ RESUMED: dict[str, dict[str, int]] = {
 }
 
 
-def _with_dropout(path: str, made: Callable[..., Any], given: dict[str, Any]) -> Trainer:
-    return trainer(path, ROWS, model=made(**HEADS, attention_dropout=0.2), **given)
-
-
 def resumed(folder: str, layouts: Mapping[str, dict[str, int]]) -> dict[str, list[Any]]:
-    """Losses and weights of a training with dropout that goes through, and of one that is stopped and resumed."""
+    """Losses and weights of a training with dropout, and of one that continues from its checkpoint."""
     out: dict[str, list[Any]] = {}
     for name, sizes in layouts.items():
-        given: dict[str, Any] = {**LONGER, "parallelism": sizes}
+        given: dict[str, Any] = {**LONGER, "parallelism": sizes, "save_steps": 2}
         made = mixture if "expert" in sizes else llama
-        for stop in (None, 2):
-            one = train_in_parts(partial(_with_dropout, f"{folder}/{name} {stop}", made, given), stop)
+        for source, saves in ((None, "steps"), (f"{folder}/{name} steps/checkpoint-2", "no")):
+            model = made(**HEADS, attention_dropout=0.2)
+            one = trainer(f"{folder}/{name} {saves}", ROWS, model=model, save_strategy=saves, **given)
+            one.train(resume_from_checkpoint=source)
             state = one._trainflow.engine.strategy.local_state(one.model_wrapped)
             out.setdefault(name, []).append((losses(one), {key: _local(value) for key, value in state.items()}))
     return out
@@ -92,7 +88,7 @@ def _local(value: Any) -> torch.Tensor:
     return (value.to_local() if isinstance(value, DTensor) else value).detach().clone()
 
 
-def test_a_stopped_training_continues_to_the_bit_in_its_layout(tmp_path: Path) -> None:
+def test_a_training_continues_to_the_bit_in_its_layout(tmp_path: Path) -> None:
     for world in (2, 4):
         layouts = {name: sizes for name, sizes in RESUMED.items() if math.prod(sizes.values()) == world}
         for rank in run_distributed(resumed, world, str(tmp_path / str(world)), layouts, timeout_s=240):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch import nn
 
 from tests.distributed.test_ddp import ROWS, TOKENS, train_on_poisoned_rank, train_on_tokens
+from tests.distributed.test_layouts import check_answers
 from tests.support.distributed import loaded, run_distributed
 from tests.support.repository import ROOT
 from tests.support.toys import Classifier
@@ -532,6 +533,10 @@ def test_plain_python_trains_with_every_stage_and_stage_0_is_training_without_it
 
 
 # ----------------------------------------------------------------------------------------- in interpreters of their own
+def test_answers_end_at_other_tokens_on_other_ranks(tmp_path: Path) -> None:
+    check_answers(tmp_path, "zero")
+
+
 def test_the_examples_spec_asks_for_stage_two() -> None:
     """Run by hand: accuracy 0.98 on the test split after 5 epochs on two processes of the CPU."""
     args = TrainingArguments.from_dict(load_spec(ROOT / "examples" / "digits" / "zero.yaml").train.args)

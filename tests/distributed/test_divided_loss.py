@@ -68,7 +68,7 @@ def trained(folder: str, world: int) -> dict[str, Any]:
         if world > 1:
             settings["parallelism"] = {"shard": shard, "tensor": world // shard}
         model = llama(**HEADS, vocab_size=CLASSES, tie_word_embeddings=settings.pop("tied", False))
-        one = trainer(f"{folder}/{number}", lm_rows(22), model=model, **settings)
+        one = trainer(f"{folder}/{number}", lm_rows(14), model=model, **settings)
         with LastSizes() as training:
             one.train()
         with LastSizes() as evaluation:
