@@ -131,9 +131,11 @@ def _hungry(folder: str, room: int, where: str, **settings: Any) -> dict[str, An
     return {**final_state(training), "micro": training.state.train_batch_size}
 
 
-def halved(folder: str) -> list[dict[str, Any]]:
+def halved(folder: str) -> tuple[str, list[dict[str, Any]]]:
+    with pytest.raises(OutOfMemoryError) as caught:
+        _hungry(f"{folder}/nothing", 0, "forward", auto_find_batch_size=True, max_steps=2)
     common: dict[str, Any] = {"num_train_epochs": 2, "global_batch_size": 8, **LOGGED}
-    return [
+    return str(caught.value), [
         _hungry(f"{folder}/small", 9, "forward", **common, per_device_train_batch_size=1),
         *(
             _hungry(f"{folder}/{where}", 1, where, **common, auto_find_batch_size=True, ddp_timeout=20)
@@ -142,23 +144,13 @@ def halved(folder: str) -> list[dict[str, Any]]:
     ]
 
 
-def test_one_rank_without_memory_makes_all_start_again_with_less(tmp_path: Path) -> None:
-    for small, *restarted in run_distributed(halved, 2, str(tmp_path)):
+def test_one_rank_without_memory_makes_all_start_again_with_less_until_nothing_is_left(tmp_path: Path) -> None:
+    for said, (small, *restarted) in run_distributed(halved, 2, str(tmp_path)):
+        assert "per_device_train_batch_size = 1: Memory ran out in step 1 with a single sample" in said
         for state in restarted:
             assert state["micro"] == 1
             assert all(torch.equal(state["tensors"][name], value) for name, value in small["tensors"].items())
             assert state["logs"] == small["logs"]
-
-
-def _fails(folder: str) -> str:
-    with pytest.raises(OutOfMemoryError) as caught:
-        _hungry(folder, 0, "forward", auto_find_batch_size=True, max_steps=2)
-    return str(caught.value)
-
-
-def test_all_ranks_end_alike_when_nothing_is_left_to_halve(tmp_path: Path) -> None:
-    for said in run_distributed(_fails, 2, str(tmp_path)):
-        assert "per_device_train_batch_size = 1: Memory ran out in step 1 with a single sample" in said
 
 
 class Watching(Trainer):

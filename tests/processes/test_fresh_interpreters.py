@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +12,13 @@ import pytest
 import torch
 
 import trainer_lib
-from benchmarks.step_overhead import MOST_CALLS
+from benchmarks.step_overhead import MOST_CALLS, by_trainer, count_calls
+from tests.support.distributed import run_distributed
 from tests.support.repository import ROOT
 from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
+from trainer_lib import TrainingArguments
 
 ROWS = classification_rows(12)
 #: What lives on a floor that imports torch; everything else must come without it.
@@ -76,35 +78,44 @@ def test_every_public_name_resolves_and_an_unknown_one_is_an_attribute_error() -
         _ = trainer_lib.Trainr  # type: ignore[attr-defined]
 
 
+def comes_with_accelerate_late(folder: str) -> None:
+    del os.environ["LOCAL_RANK"]  # as where no launcher started it
+    one = trainer(folder, ROWS, max_steps=1, eval_dataset=ROWS)
+    one.train()
+    one.evaluate()
+    one.predict(ROWS)
+    assert "accelerate" not in sys.modules
+    from accelerate.logging import get_logger
+    from accelerate.state import PartialState
+
+    class Config(TrainingArguments): ...
+
+    Config("out", use_cpu=True)
+    get_logger("library").warning("as TRL writes in __init__")
+    state = PartialState()
+    assert (state.num_processes, state.is_main_process, state.device.type) == (1, True, "cpu")
+    PartialState._shared_state["device"] = "kept"
+    Config("out", use_cpu=True)
+    assert PartialState().device == "kept"
+
+
 def test_accelerate_is_not_imported_without_need_and_its_state_is_filled_in_or_left(tmp_path: Path) -> None:
-    run_python(
-        "import sys; from tests.support.training import trainer; from tests.support.toys import classification_rows\n"
-        "from trainer_lib import TrainingArguments\n"
-        f"rows = classification_rows(4); one = trainer({str(tmp_path)!r}, rows, max_steps=1, eval_dataset=rows)\n"
-        "one.train(); one.evaluate(); one.predict(rows)\n"
-        "assert 'accelerate' not in sys.modules\n"
-        "import accelerate.logging as logs; from accelerate.state import PartialState\n"
-        "class Config(TrainingArguments): pass\n"
-        "Config('out', use_cpu=True); logs.get_logger('library').warning('as TRL writes in __init__')\n"
-        "state = PartialState()\n"
-        "assert (state.num_processes, state.is_main_process, state.device.type) == (1, True, 'cpu')\n"
-        "PartialState._shared_state['device'] = 'kept'; Config('out', use_cpu=True)\n"
-        "assert PartialState().device == 'kept'"
-    )
+    run_distributed(comes_with_accelerate_late, 1, str(tmp_path))
 
 
-PLAIN = """
-import accelerate, accelerate.state as states
-print(*sorted(vars(accelerate.Accelerator(cpu=True))))
-print(*sorted(states.PartialState._shared_state))
-print(*sorted(states.AcceleratorState._shared_state))
-"""
+def plain() -> list[list[str]]:
+    import accelerate
+    from accelerate import state as states
+
+    del os.environ["LOCAL_RANK"]
+    found = vars(accelerate.Accelerator(cpu=True))
+    return [*map(sorted, (found, states.PartialState._shared_state, states.AcceleratorState._shared_state))]
 
 
 def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tmp_path: Path) -> None:
     from accelerate.state import AcceleratorState, PartialState
 
-    names, partial, whole = (line.split() for line in run_python(PLAIN).splitlines())
+    [(names, partial, whole)] = run_distributed(plain, 1)
     AcceleratorState._reset_state(reset_partial_state=True)
     helper = trainer(tmp_path, ROWS).accelerator
     assert not [name for name in names if not hasattr(helper, name)]
@@ -123,15 +134,12 @@ def test_the_accelerator_has_the_attributes_that_accelerates_constructor_sets(tm
         helper.lomo_backward(torch.ones(()), 0.1)  # no such optimizer was prepared
 
 
-# In a process of its own: once any model was compiled, torch wraps the optimizers of a process in calls of its own.
-COUNT = """
-import json
-from benchmarks.step_overhead import by_trainer, count_calls
-print(json.dumps([count_calls(by_trainer, 1) for _ in range(2)]))
-"""
+def counted() -> list[dict[str, float]]:
+    return [count_calls(by_trainer, 1) for _ in range(2)]
 
 
 def test_a_step_makes_few_calls_and_the_same_number_on_every_run() -> None:
-    first, second = json.loads(run_python(COUNT).splitlines()[-1])
+    # On a forked rank: once any model was compiled, torch wraps the optimizers of a process in calls of its own.
+    [(first, second)] = run_distributed(counted, 1)
     assert first["all"] <= MOST_CALLS
     assert second == first

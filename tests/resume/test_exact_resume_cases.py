@@ -119,12 +119,12 @@ DATA: dict[str, tuple[Case, int]] = {
     "masks": (masked(), 4),
     "masks in workers": (masked(**TWO), 4),
     "a stream with a length": ({"rows": lambda: Known(ROWS), "max_steps": 8}, 4),
-    "a stream with a length in workers": ({"rows": lambda: Known(ROWS), "max_steps": 14, **TWO}, 4),
+    "a stream with a length in workers": ({"rows": lambda: Known(ROWS), "max_steps": 8, **TWO}, 4),
     "a stream with a generator": ({"rows": Seeded, "max_steps": 8}, 4),
-    "a stream with a generator in workers": ({"rows": Seeded, "max_steps": 14, **PERSISTENT}, 4),
-    "a stream with a state in workers": ({"rows": lambda: StatefulStream(ROWS), "max_steps": 14, **TWO}, 4),
+    "a stream with a generator in workers": ({"rows": Seeded, "max_steps": 8, **PERSISTENT}, 4),
+    "a stream with a state in workers": ({"rows": lambda: StatefulStream(ROWS), "max_steps": 8, **TWO}, 4),
     "a stream with a state in persistent workers": (
-        {"rows": lambda: StatefulStream(ROWS), "max_steps": 14, **PERSISTENT}, 4),
+        {"rows": lambda: StatefulStream(ROWS), "max_steps": 8, **PERSISTENT}, 4),
     # Two workers read a stream each: 44 samples an epoch, six steps.
     "a stream in workers": ({"rows": lambda: Stream(ROWS), "max_steps": 14, **TWO}, 8),
     "a stream in persistent workers": ({"rows": lambda: Stream(ROWS), "max_steps": 14, **PERSISTENT}, 8),

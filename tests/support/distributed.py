@@ -31,7 +31,7 @@ LOOPBACK = "127.0.0.1"
 GRACE_S = 5.0
 _context = multiprocessing.get_context("forkserver")
 # torch imports its compiler at the first optimizer step: seconds, once here instead of in every child.
-_context.set_forkserver_preload(["torch", "torch._dynamo", "trainer_lib.trainer", "tests.support.training"])
+_context.set_forkserver_preload(["pytest", "torch._dynamo", "safetensors.torch", "tests.support.training"])
 
 
 # The connection to a process that has more modules imported than the server.
