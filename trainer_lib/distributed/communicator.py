@@ -86,7 +86,11 @@ class DataParallel(NamedTuple):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Messages between ranks besides gradients. Every method is collective: all ranks call it, in the same order."""
+    """Messages between ranks besides gradients. Every method is collective: all ranks call it, in the same order.
+
+    The bodies are those of a world of one: each message is a plain return, through JSON where several ranks would use
+    it.
+    """
 
     rank: int
     world_size: int
@@ -96,36 +100,48 @@ class Communicator(Protocol):
 
     def barrier(self) -> None:
         """Wait until every rank is here."""
+        return
 
     def gather_json(self, obj: Any) -> list[Any] | None:
         """Return every rank's object on rank 0, in rank order; None elsewhere."""
+        return [parse_json(json.dumps(obj))]
 
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         """Return every rank's bytes on rank 0, in rank order; None elsewhere. Nothing is padded to the longest."""
+        return [data]
 
     def broadcast_json(self, obj: Any) -> Any:
         """Return rank 0's object on every rank. It went through JSON on rank 0 as well, so all are equal."""
+        return parse_json(json.dumps(obj))
 
     def agree(self, error: TrainflowError | None) -> None:
         """Raise the error of the lowest rank that has one, on every rank; return when no rank has one."""
+        if error is not None:
+            raise error
 
     def any(self, flag: bool) -> bool:
         """Return True on every rank when `flag` is true on one."""
+        return flag
 
     def any_later(self, flag: bool) -> Callable[[], bool]:
         """Start `any`, and return what waits for its answer: the message travels while the caller computes."""
+        return lambda: flag
 
     def sum_ints(self, values: list[int]) -> list[int]:
         """Return the element-wise sum over ranks of a few integers, without touching a device."""
+        return list(values)
 
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the sum over ranks of a tensor of any shape `[...]`, as a new tensor on the same device."""
+        return tensor.detach().clone()
 
     def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Return every rank's tensor `[...]`, all of one shape, in the order of the ranks, on the same device."""
+        return [tensor.detach().clone()]
 
     def twin(self, timeout_s: float) -> Communicator:
         """Return the same ranks over connections of their own, for the messages of one other thread."""
+        return self
 
 
 def sharers(comm: Communicator) -> int:
@@ -144,58 +160,13 @@ def sum_over_data(comm: Communicator, values: list[int]) -> list[int]:
 
 
 class SingleProcess(Communicator):
-    """A world of one: each message is a plain return, through JSON where several ranks would use it."""
+    """A world of one."""
 
     rank = 0
     world_size = 1
     local_rank = 0
     local_world_size = 1
     data_parallel = DataParallel(0, 1)
-
-    @override
-    def barrier(self) -> None:
-        return
-
-    @override
-    def gather_json(self, obj: Any) -> list[Any] | None:
-        return [parse_json(json.dumps(obj))]
-
-    @override
-    def gather_bytes(self, data: bytes) -> list[bytes] | None:
-        return [data]
-
-    @override
-    def broadcast_json(self, obj: Any) -> Any:
-        return parse_json(json.dumps(obj))
-
-    @override
-    def agree(self, error: TrainflowError | None) -> None:
-        if error is not None:
-            raise error
-
-    @override
-    def any(self, flag: bool) -> bool:
-        return flag
-
-    @override
-    def any_later(self, flag: bool) -> Callable[[], bool]:
-        return lambda: flag
-
-    @override
-    def sum_ints(self, values: list[int]) -> list[int]:
-        return list(values)
-
-    @override
-    def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.detach().clone()
-
-    @override
-    def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        return [tensor.detach().clone()]
-
-    @override
-    def twin(self, timeout_s: float) -> Communicator:
-        return self
 
 
 class ProcessGroup(Communicator):
