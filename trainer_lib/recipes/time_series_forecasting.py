@@ -260,12 +260,13 @@ def cut_windows(
         ConfigError: an option is out of range. DataError: a series is too short, or a split has no window.
     """
     shares, context, horizon = _read_shares(options), options["context"], options["horizon"]
-    for member in series:
-        if len(member.times) < context + horizon:
-            of = f"The series '{member.name}'" if member.name else "The series"
-            what = f"{of} has {counted(len(member.times), 'step')}, and a window needs {context + horizon}."
-            remedy = "Give a shorter context or horizon, or leave the series out."
-            raise DataError(what, field=f"{FIELD}.context", value=context, remedy=remedy)
+    if short := [member for member in series if len(member.times) < context + horizon]:
+        of = f"The series '{short[0].name}'" if short[0].name else "The series"
+        what = f"{of} has {counted(len(short[0].times), 'step')}, and a window needs {context + horizon}"
+        if others := [member.name for member in short[1:]]:
+            what += f"; too short as well are {len(others):,} more, such as {', '.join(map(str, others[:5]))}"
+        remedy = "Give a shorter context or horizon, or remove the rows of the series."
+        raise DataError(f"{what}.", field=f"{FIELD}.context", value=context, remedy=remedy)
     times = np.unique(np.concatenate([member.times for member in series]))
     test = len(times) - round(len(times) * shares["test"])
     ends = {"train": test - round(len(times) * shares["validation"]), "validation": test, "test": len(times)}

@@ -77,6 +77,7 @@ FORMS: dict[str, str | None] = {
     **dict.fromkeys(("{d:02}.{m:02}.{y}", "{d}.{m}.{y} 17:30", "{d:02}/{m:02}/{y} 08:00:00 +0100", "{d} {b} {y}")),
     **dict.fromkeys(("{m}/{d}/{y}", "{m}/{d}/{y} 3:15 PM", "{b} {d}, {y}", "{d:02}-{b}-{y}", "{d:02}-{b}-{yy}")),
     "{d:02}{m:02}{y}": "%d%m%Y",
+    "{b}-{y}": None,
     "{d:02}.{m:02}.{yy}": "%d.%m.%y",
     "week of {d:02}.{m:02}.{y}": "week of %d.%m.%Y",
 }

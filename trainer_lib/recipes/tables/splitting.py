@@ -39,9 +39,10 @@ _AT_ONCE = 100_000
 _NUMERIC = re.compile(r"(\d{1,4})(\W)\s?\d{1,2}\2\s?(\d{1,4})(?!\d)")
 _CLOCKS = ("%H:%M", "%H:%M:%S", "%H:%M:%S.%f", "%I:%M %p", "%I:%M%p", "%I:%M:%S %p")
 _CLOCK_FORMATS = ("%y", *map("".join, itertools.product(("%y ", "%y, ", "%yT"), _CLOCKS, ("", "%z", " %z"))))
-_NAMED = ("%d-%b-%y", "%d %b %y")  # which pandas does not guess, and databases write
+_NAMED = ("%d-%b-%y", "%d %b %y", "%b-%Y", "%b-%y", "%B-%Y")  # which pandas does not guess, and databases write
 _OF_DIGITS = {6: "%Y%m", 8: "%Y%m%d", 10: "%Y%m%d%H", 12: "%Y%m%d%H%M", 14: "%Y%m%d%H%M%S"}
 _DIGITS = re.compile(r"\d{7,8}")
+_PERIOD = re.compile(r"\d{4}[- ]?[QW]\d{1,2}|[QW]\d{1,2}[- /]?\d{4}", re.IGNORECASE)  # a quarter or week
 _ZONE = re.compile(r".*[T ][\d:.]+\s?(Z|UTC|GMT|[+-]\d\d:?(\d\d)?)")
 
 
@@ -206,6 +207,7 @@ def read_times(
         wrong = max(wrong, *missing[:1].tolist(), 0)
     if not fits:
         what = f"{place(wrong)}, column '{column}': '{texts[wrong][:40]}' is not a time"
+        remedy = "Write its first day, such as 2024-01-01. " * bool(_PERIOD.fullmatch(texts[wrong])) + remedy
         what += f" of the form {time_format}." if time_format else ", or has another form than the times before it."
         raise DataError(what, field=setting, remedy=remedy)
     one, *others = fits.values()
@@ -229,11 +231,15 @@ def _refuse_some_zones(texts: Sequence[str], *, setting: str, column: str, place
 
 
 def parse_times(texts: Sequence[str], form: str) -> np.ndarray:
-    """Times ``[rows]``; NaT for a text of another form."""
+    """Times ``[rows]``; NaT for a text of another form. Raises DataError for what is not a form."""
     parts = []
     for start in range(0, len(texts), _AT_ONCE):
         some = pd.Series(texts[start : start + _AT_ONCE], dtype="str")
-        parts.append(pd.to_datetime(some, format=form, errors="coerce", utc=True).dt.tz_localize(None).to_numpy())
+        try:
+            times = pd.to_datetime(some, format=form, errors="coerce", utc=True)
+        except ValueError as error:
+            raise DataError(f"This is not a form of times: {error}", field="time_format", value=form) from error
+        parts.append(times.dt.tz_localize(None).to_numpy())
     return np.concatenate(parts).astype("datetime64[us]")
 
 
