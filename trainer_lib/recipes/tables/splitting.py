@@ -238,7 +238,8 @@ def parse_times(texts: Sequence[str], form: str) -> np.ndarray:
         try:
             times = pd.to_datetime(some, format=form, errors="coerce", utc=True)
         except ValueError as error:
-            raise DataError(f"This is not a form of times: {error}", field="time_format", value=form) from error
+            what, remedy = f"This is not a form of times: {error}", "Give such as %d.%m.%Y."
+            raise DataError(what, field="time_format", value=form, remedy=remedy) from error
         parts.append(times.dt.tz_localize(None).to_numpy())
     return np.concatenate(parts).astype("datetime64[us]")
 
