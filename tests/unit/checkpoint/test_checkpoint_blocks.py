@@ -5,12 +5,11 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,6 +26,7 @@ from trainer_lib.errors import DamagedError
 from trainer_lib.storage import Store
 
 NAME = "model/w"
+MIB = 1 << 20
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -121,53 +121,36 @@ def test_the_ranges_of_every_process_are_those_that_torch_gives_it(size: int, pa
     assert sorted(everything) == list(range(size))
 
 
-PUBLISHED = """
-import hashlib, sys, torch
-from pathlib import Path
-from trainer_lib.checkpoint import sharded
-from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
-from trainer_lib.distributed.sharding import LocalPart
-from trainer_lib.storage import Store
-
-MIB = 2**20
-store = Store.open(sys.argv[1])
-sharded._DIGESTED, sharded._AHEAD = MIB, 4 * MIB
-whole = torch.arange(64 * MIB // 4, dtype=torch.float32).reshape(-1, 64)
-half = len(whole) // 2
-shards, files = [], {}
-for rank in range(4):  # two-dimensional blocks
-    rows, columns = (rank // 2 * half, rank // 2 * half + half), (rank % 2 * 32, rank % 2 * 32 + 32)
-    values = whole[rows[0] : rows[1], columns[0] : columns[1]]
-    parts = {f"model/{name}": LocalPart(values, tuple(whole.shape), ((rows,), (columns,)), True) for name in "ab"}
-    entry, said = write_shard(store, LocalShard(parts, {"model/tied": "model/b"}), rank)
-    files[entry.path] = entry
-    shards.append(said)
-index = build_index(shards)
-expected = hashlib.sha256(whole.numpy().data.cast("B")).hexdigest()
-del whole, values, parts
-
-def status(name):
+def memory(name: str) -> int:
+    """MiB of this process: its memory now (`VmRSS`), or the peak (`VmHWM`)."""
     text = Path("/proc/self/status").read_text()
     return int(next(line.split()[1] for line in text.splitlines() if line.startswith(name))) // 1024
 
-Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
-before = status("VmRSS")
-with store.open_write("model.safetensors") as writer:
-    ShardedTensors(store, "model", index, files).write_file(writer)
-print(status("VmHWM") - before)
-import safetensors.torch
-tensors = safetensors.torch.load_file(sys.argv[1] + "/model.safetensors")
-assert sorted(tensors) == ["a", "b"]
-assert all(hashlib.sha256(value.numpy().data.cast("B")).hexdigest() == expected for value in tensors.values())
-"""
 
-
-def test_a_model_in_blocks_becomes_one_file_in_flat_memory(tmp_path: Path) -> None:
-    """128 MiB of weights, requests of 4 MiB; in a process of its own, whose peak is that of the publication."""
-    result = subprocess.run(
-        [sys.executable, "-c", PUBLISHED, str(tmp_path)], capture_output=True, text=True, check=True
-    )
-    assert int(result.stdout) < 40
+def test_a_model_in_blocks_becomes_one_file_in_flat_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """128 MiB of weights, requests of 4 MiB."""
+    store = Store.open(tmp_path)
+    monkeypatch.setattr(sharded, "_DIGESTED", MIB)
+    monkeypatch.setattr(sharded, "_AHEAD", 4 * MIB)
+    whole = torch.arange(64 * MIB // 4, dtype=torch.float32).reshape(-1, 64)
+    half = len(whole) // 2
+    shards, files = [], {}
+    for rank in range(4):  # two-dimensional blocks
+        rows, columns = (rank // 2 * half, rank // 2 * half + half), (rank % 2 * 32, rank % 2 * 32 + 32)
+        values = whole[rows[0] : rows[1], columns[0] : columns[1]]
+        parts = {f"model/{name}": LocalPart(values, tuple(whole.shape), ((rows,), (columns,)), True) for name in "ab"}
+        entry, said = write_shard(store, LocalShard(parts, {"model/tied": "model/b"}), rank)
+        files[entry.path] = entry
+        shards.append(said)
+    index = build_index(shards)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins here
+    before = memory("VmRSS")
+    with store.open_write("model.safetensors") as writer:
+        ShardedTensors(store, "model", index, files).write_file(writer)
+    assert memory("VmHWM") - before < 40
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    assert sorted(tensors) == ["a", "b"]
+    assert all(torch.equal(value, whole) for value in tensors.values())
 
 
 def test_whole_tensors_are_read_one_by_one_and_compared_again(tmp_path: Path) -> None:
