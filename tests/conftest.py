@@ -140,6 +140,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
+        gc.set_threshold(100_000, 20, 20)  # what tests import is walked again and again otherwise
         gc.enable()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -11,19 +12,26 @@ _SIZES: dict[str, Any] = {"hidden_size": 16, "intermediate_size": 24, "num_hidde
 WORDS = ["the", "a", "cat", "dog", "sat", "ran", "on", "under", "mat", "tree", "and", "red", "blue", "old", "new"]
 
 
+def _transformers() -> Any:
+    """transformers, which saves a model without importing DeepSpeed, and that MLflow: they take seconds."""
+    import transformers
+    from accelerate.utils import other
+
+    other.is_deepspeed_available = lambda: "deepspeed" in sys.modules
+    return transformers
+
+
 def llama(*, seed: int = 0, **given: Any) -> Any:
     """A two-layer decoder; its forward takes ``**kwargs`` and its loss divides by `num_items_in_batch`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
+    transformers = _transformers()
     torch.manual_seed(seed)
     settings = {"vocab_size": VOCABULARY, "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2, **_SIZES}
-    return LlamaForCausalLM(LlamaConfig(**{**settings, "pad_token_id": 0, **given}))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**settings, "pad_token_id": 0, **given}))
 
 
 def bert(*, seed: int = 0, cls: str = "BertForSequenceClassification", **given: Any) -> Any:
     """A two-layer encoder; its forward takes ``**kwargs`` and its loss ignores `num_items_in_batch`."""
-    import transformers
-
+    transformers = _transformers()
     torch.manual_seed(seed)
     config = transformers.BertConfig(
         **{"vocab_size": VOCABULARY, "max_position_embeddings": 32, "num_labels": 3, **_SIZES, **given}

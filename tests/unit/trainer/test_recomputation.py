@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed._tools.mem_tracker import MemTracker
 
 from tests.support.gradients import gradients
 from tests.support.tiny_models import bert, llama, lm_rows, text_rows
@@ -76,6 +75,8 @@ def test_loss_and_gradients_are_those_without_to_the_bit(name: str) -> None:
 
 def peak(choice: dict[str, Any] | None) -> int:
     """Bytes at the peak of a forward and a backward of a wide stack, worked out without values."""
+    from torch.distributed._tools.mem_tracker import MemTracker  # imports inductor: two seconds
+
     with FakeTensorMode():
         model = nn.Sequential(*(Block(64) for _ in range(8)))
         settings = Recomputation.of(choice)
