@@ -127,6 +127,15 @@ def _row_of(pid: int) -> tuple[int, str, str] | None:
     return _read_stat(pid) if Path("/proc/self/stat").exists() else _table_from_ps().get(pid)
 
 
+def read_process(path: Path) -> Process | None:
+    """Return the process recorded in a ``.pid`` file, "pid start"; None if there is none."""
+    try:
+        pid, start = path.read_text().split(maxsplit=1)
+        return Process(int(pid), start)
+    except (OSError, ValueError):
+        return None
+
+
 def _read_stat(pid: int) -> tuple[int, str, str] | None:
     try:
         text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
@@ -284,12 +293,8 @@ class Guard:
 
     def _workers(self) -> set[Process]:
         """Return the living descendants that have recorded themselves as workers."""
-        recorded: set[Process] = set()
-        for path in self.run_dir.glob("worker-*.pid") if self.run_dir is not None else ():
-            with contextlib.suppress(OSError, ValueError):
-                pid, start = path.read_text().split()
-                recorded.add(Process(int(pid), start))
-        return self._living() & recorded
+        paths = self.run_dir.glob("worker-*.pid") if self.run_dir is not None else ()
+        return self._living() & {process for process in map(read_process, paths) if process is not None}
 
     def _kill(self) -> None:
         """Send SIGKILL to every descendant; the loop repeats it, since one may have forked in the meantime."""

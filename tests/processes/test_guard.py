@@ -32,7 +32,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     child.wait()
 
 
-def test_a_process_is_its_pid_and_its_start(sleeper: subprocess.Popen[bytes]) -> None:
+def test_a_process_is_its_pid_and_its_start(sleeper: subprocess.Popen[bytes], tmp_path: Path) -> None:
     start = start_time(sleeper.pid)
     assert start is not None
     assert is_alive(Process(sleeper.pid, start))
@@ -40,6 +40,8 @@ def test_a_process_is_its_pid_and_its_start(sleeper: subprocess.Popen[bytes]) ->
     send_signal(Process(sleeper.pid, "1"), signal.SIGKILL)  # a recycled pid: left alone
     assert sleeper.poll() is None
     parent, start, state = guard._table_from_ps()[sleeper.pid]
+    (tmp_path / "worker-0.pid").write_text(f"{sleeper.pid} {start}")  # a date, which has spaces
+    assert guard.read_process(tmp_path / "worker-0.pid") == Process(sleeper.pid, start)
     assert (parent, state) == (os.getpid(), "S") and start
     sleeper.kill()
     os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)

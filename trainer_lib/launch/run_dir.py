@@ -38,7 +38,7 @@ from typing import Any
 
 from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageFullError, is_full_disk
-from trainer_lib.guard import Process, is_alive, send_signal, start_time
+from trainer_lib.guard import Process, is_alive, read_process, send_signal, start_time
 from trainer_lib.launch.settings.config import LaunchConfig, from_settings
 
 POLL_S = 0.1
@@ -182,6 +182,12 @@ class RunDir:
         """Ask every rank, on all machines, to write its stack."""
         self.write("stacks.asked", "")
 
+    def ask_workers_for_stacks(self) -> None:
+        """Have the workers of this machine write their stacks, and their traces, which they do at the request."""
+        self.request_stacks()
+        for process in self.find_workers():
+            send_signal(process, signal.SIGUSR1)
+
     def has_stacks_request(self) -> bool:
         """Whether the owner has asked for the stacks."""
         return (self.path / "stacks.asked").exists()
@@ -268,15 +274,6 @@ def _typed_if_full(run_dir: RunDir | None = None) -> Iterator[None]:
         what = f"The files of a run need {_RESERVE_BYTES:,} bytes, {shutil.disk_usage(place).free:,} are free."
         remedy = "Free space there, or set TMPDIR to a folder on another disk."
         raise StorageFullError(what, field="TMPDIR", value=place, remedy=remedy) from error
-
-
-def read_process(path: Path) -> Process | None:
-    """Return the process recorded in a ``.pid`` file; None if there is none."""
-    try:
-        pid, start = path.read_text().split(maxsplit=1)
-        return Process(int(pid), start)
-    except (OSError, ValueError):
-        return None
 
 
 def _private_base() -> Path:
