@@ -278,7 +278,7 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_processes_of_other_machines_are_taken_as_they_are(
     programs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    config = resolve_config(slurm(nodes="1:4", engine_options={"partition": "gpu", "gpus-per-node": 8}))
+    config = resolve_config(slurm(nodes="1:4", engine_options={"kill-on-invalid-dep": True, "gpus-per-node": 8}))
     assert (config.world_size, config.rendezvous) == (4 * 4096, None)
     assert resolve_config(config) == config
     # Workers that share parts are placed one by one.

@@ -41,6 +41,9 @@ _SBATCH = (
     *("no-requeue", "nodefile", "nodelist", "oversubscribe", "partition", "power", "prefer", "priority", "profile"),
     *("qos", "requeue", "reservation", "sockets-per-node", "spread-job", "switches", "thread-spec"),
     *("threads-per-core", "time", "time-min", "tmp", "tres-per-task", "uid", "use-min-nodes", "wckey", "container"),
+    *("batch", "bb", "bbf", "cluster-constraint", "container-id", "extra", "get-user-env", "kill-on-invalid-dep"),
+    *("mcs-label", "no-kill", "oom-kill-step", "overcommit", "propagate", "reboot", "resv-ports", "segment"),
+    *("stepmgr", "tres-bind", "wait-all-nodes"),
 )
 _RESOURCE = re.compile(r"[A-Za-z_][\w:.-]*")
 _LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
@@ -365,32 +368,26 @@ def _with_machines(config: LaunchConfig, found: environment.Machines, *, use_cpu
     # A number of GPUs is what machines have, of which fewer may be used, or none.
     if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
         config = replace(config, processes=found.processes)
-    if found.most == 1:
-        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
-    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
-    return replace(config, kind="torchrun", nodes=found.nodes, node_rank=found.node_rank, rendezvous=rendezvous)
+    return _among(config, found.nodes, found.node_rank, found.master)
 
 
 def _with_ranks(config: LaunchConfig, found: environment.Ranks) -> LaunchConfig:
     """Take the ranks that Slurm, MPI or an enclosing torchrun assigned: the processes that they started are nodes."""
-    if found.world_size == 1:
-        return replace(config, kind="auto", nodes=1, node_rank=None, rendezvous=None)
-    rendezvous = config.rendezvous or (":".join(map(str, found.master)) if found.master else None)
-    local = {}
-    if found.local_world_size > 1:
+    if found.local_world_size > 1 and found.world_size > 1:
         if config.processes not in ("auto", 1):
             what = f"Each of this machine's {found.local_world_size} tasks is one process ({found.source})."
             raise refused("processes", config.processes, what, "Leave it out, or start one task per machine.")
-        config = replace(config, processes=1)
         local = {"TRAINFLOW_LOCAL_RANK": f"{found.local_rank}/{found.local_world_size}"}
-    return replace(
-        config,
-        kind="torchrun",
-        nodes=found.world_size,
-        node_rank=found.rank,
-        rendezvous=rendezvous,
-        env={**config.env, **local},
-    )
+        config = replace(config, processes=1, env={**config.env, **local})
+    return _among(config, found.world_size, found.rank, found.master)
+
+
+def _among(config: LaunchConfig, nodes: int | str, rank: int | None, master: tuple[str, int] | None) -> LaunchConfig:
+    """Take a place among the machines of a job; one of one is a machine alone."""
+    placed = replace(config, kind="torchrun", nodes=nodes, node_rank=rank)
+    if not placed.several_nodes:
+        return replace(placed, kind="auto", nodes=1, node_rank=None, rendezvous=None)
+    return replace(placed, rendezvous=config.rendezvous or (":".join(map(str, master)) if master else None))
 
 
 def _check_engine(config: LaunchConfig) -> None:
