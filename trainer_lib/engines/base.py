@@ -5,12 +5,11 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.errors import ConfigError, TrainflowError
-from trainer_lib.launch.settings.config import LaunchConfig, from_settings
+from trainer_lib.launch.settings.config import LaunchConfig
 
 _CLASSES = {"ray": "Ray", "slurm": "Slurm"}
 
@@ -42,14 +41,6 @@ class Job:
         """Return what a member needs as JSON text, without the variables."""
         settings = {**asdict(self.config), "engine": None, "address": None, "engine_options": {}}
         return json.dumps({"request": dict(self.request), "config": settings, "shared": self.shared})
-
-
-def read_member(text: str, **changes: Any) -> Job:
-    """Read the job of a member from `Job.to_text`; `changes` are the settings of its machine."""
-    record = parse_json(text)
-    config = replace(from_settings(record["config"]), **changes)
-    # A job may have waited in the queue since a version that did not write `shared`.
-    return Job(record["request"], config, {}, bool(record.get("shared", False)))
 
 
 def no_gpus_asked(machines: int) -> ConfigError:

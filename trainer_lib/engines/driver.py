@@ -144,9 +144,14 @@ class Driver:
             # Why the machines went explains what the workers report of it, unless these have saved in time.
             if reported is None or isinstance(reported, InfrastructureError):
                 return state.failure
-            if isinstance(reported, Preempted) and not isinstance(state.failure, InfrastructureError):
-                return _at_step(state.failure, reported)
-            return reported
+            if not isinstance(reported, Preempted) or isinstance(state.failure, InfrastructureError):
+                return reported
+            failure = state.failure
+            if reported.step is not None:  # at which the workers were saved
+                failure.step = reported.step
+                failure.message = f"{failure.message.rstrip('.')}; saved at step {reported.step}."
+                failure.args = (failure.message,)
+            return failure
         if reported is not None:
             return reported
         code = state.code if isinstance(state, Ended) else 1
@@ -157,15 +162,6 @@ class Driver:
             remedy="The last lines that the engine wrote are in the details (--debug).",
             details=state.tail if isinstance(state, Ended) else None,
         )
-
-
-def _at_step(failure: TrainflowError, reported: TrainflowError) -> TrainflowError:
-    """Return the failure with the step at which the workers were saved."""
-    if reported.step is not None:
-        failure.step = reported.step
-        failure.message = f"{failure.message.rstrip('.')}; saved at step {reported.step}."
-        failure.args = (failure.message,)
-    return failure
 
 
 def main(argv: list[str]) -> int:

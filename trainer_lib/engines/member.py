@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib import guard
-from trainer_lib.base.json_text import parse_json
+from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.base.records import to_record
-from trainer_lib.engines.base import read_member
-from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, TrainflowError, from_exception
+from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, from_exception
 from trainer_lib.launch.base import launch
 from trainer_lib.launch.nodes import follow
+from trainer_lib.launch.settings.config import from_settings
 from trainer_lib.launch.settings.variables import free_port
 from trainer_lib.protocol.requests import read_request
 from trainer_lib.trackers.spool import SPOOL_DIR, TRACKED_RUN
@@ -59,7 +59,11 @@ def main(argv: list[str]) -> int:
         part = _lead if given.part == "lead" else _follow
         part(given)
     except BaseException as error:
-        failure = _as_stopped(from_exception(error))
+        failure = from_exception(error)
+        if isinstance(failure, Interrupted):  # a stop that the cluster asked for is not a failure of the work
+            saved = "" if failure.step is None else f"; saved at step {failure.step}"
+            what, remedy = f"The cluster asked the workers to stop{saved}.", "The same command continues."
+            failure = Preempted(what, step=failure.step, remedy=remedy)
         _report(failure=failure.to_record())
         return failure.exit_code
     return 0
@@ -76,8 +80,8 @@ def _stop(parent: int | None) -> None:
 
 def _lead(given: argparse.Namespace) -> None:
     nodes: int | str = int(given.nodes) if given.nodes.isdigit() else given.nodes
-    job = read_member(given.job.read_text(encoding="utf-8"), nodes=nodes)
-    config = job.config
+    job = read_json(given.job, dict)
+    config = replace(from_settings(job["config"]), nodes=nodes)
     endpoint = f"{given.host}:{free_port(given.host)}"
     if config.several_nodes:
         config = replace(config, rendezvous=endpoint, node_rank=0)
@@ -86,19 +90,20 @@ def _lead(given: argparse.Namespace) -> None:
     temporary.replace(given.address)  # the others may be waiting for it
     _report(started=endpoint)
     result = launch(
-        read_request(dict(job.request)),
+        read_request(job["request"]),
         config,
         env={},
         on_line=lambda line: _report(line=line),
         on_event=lambda event: _report(event=event),
         should_cancel=_stopped.is_set,
-        shared=job.shared,  # the machine may have several workers of one output
+        # The machine may have several workers of one output; the job may be of a version that did not say so.
+        shared=bool(job.get("shared", False)),
     )
     _report(result=to_record(result))
 
 
 def _follow(given: argparse.Namespace) -> None:
-    config = read_member(given.job.read_text(encoding="utf-8")).config
+    config = from_settings(read_json(given.job, dict)["config"])
     deadline = time.monotonic() + config.join_timeout_s
     while not given.address.exists():
         if _stopped.is_set():
@@ -110,16 +115,6 @@ def _follow(given: argparse.Namespace) -> None:
         time.sleep(0.05)
     config = replace(config, rendezvous=given.address.read_text(encoding="utf-8"), nodes="1:2", node_rank=None)
     follow(config, on_line=lambda line: _report(line=line), should_cancel=_stopped.is_set)
-
-
-def _as_stopped(failure: TrainflowError) -> TrainflowError:
-    """Return a stop that the cluster asked for as a preemption, which is not a failure of the work."""
-    if not isinstance(failure, Interrupted):
-        return failure
-    saved = "" if failure.step is None else f"; saved at step {failure.step}"
-    return Preempted(
-        f"The cluster asked the workers to stop{saved}.", step=failure.step, remedy="The same command continues."
-    )
 
 
 def _report(**fields: Any) -> None:

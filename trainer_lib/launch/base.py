@@ -35,6 +35,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from trainer_lib.arguments.environment import ALONE
 from trainer_lib.base.paths import state_folder
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
@@ -45,7 +46,7 @@ from trainer_lib.launch.run_dir import RunDir, write_settings
 from trainer_lib.launch.settings import accelerate
 from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, refused, require_torch, resolve_config
 from trainer_lib.launch.settings.gpu_selection import name_devices, selection_variables
-from trainer_lib.launch.settings.variables import engine_environment, free_port, single_process, worker_environment
+from trainer_lib.launch.settings.variables import engine_environment, free_port, worker_environment
 from trainer_lib.launch.supervise import STACKS_S, Listener, Supervisor, start_guard
 from trainer_lib.locks.file_lock import try_lock
 from trainer_lib.protocol.requests import Request
@@ -222,7 +223,7 @@ def _attempt(
         held = stack.enter_context(held_devices(config, listener, on_devices=on_devices, what=what))
         # The ranks of an enclosing job must not reach it: it is a world of one.
         if config.kind == "in_process":
-            own = {**config.env, **env, **single_process()}
+            own = {**config.env, **env, **ALONE.variables()}
             return run_here(request, run_dir, own, listener.on_event)
         environment |= warm.launch_variables(run_dir)
         # Of the variables that the workers of an engine need, the names: values may be secrets.

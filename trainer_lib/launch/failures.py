@@ -79,23 +79,17 @@ def find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowE
     `direct`: the guard's command was the only worker itself, not a launcher of workers.
     """
     error = _find_failure(run_dir, ending, direct=direct)
-    grid = _read_grid(run_dir)
+    args = (run_dir.read_json("request.json") or {}).get("args") or {}
+    given: Any = SimpleNamespace(parallelism=args.get(FIELD), parallelism_config=args.get(PEERS))
+    grid = None  # where all processes are copies or shards
+    with contextlib.suppress(ConfigError):
+        layout = read_layout(given)
+        grid = None if layout is None else Grid(layout.sizes())
     named = {int(number) for ranks in _NAMED_RANKS.findall(error.message) for number in re.findall(r"\d+", ranks)}
     ranks = sorted({*named, *(() if error.rank is None else (error.rank,))})[:_MOST_PLACES]
     if grid is not None and ranks and ranks[-1] < grid.size:
         error.message += f" {'; '.join(f'rank {rank} is {grid.describe(rank)}' for rank in ranks).capitalize()}."
     return error
-
-
-def _read_grid(run_dir: RunDir) -> Grid | None:
-    """Return the grid that the request's arguments lay out; None where all processes are copies or shards."""
-    args = (run_dir.read_json("request.json") or {}).get("args") or {}
-    given: Any = SimpleNamespace(parallelism=args.get(FIELD), parallelism_config=args.get(PEERS))
-    with contextlib.suppress(ConfigError):
-        layout = read_layout(given)
-        if layout is not None:
-            return Grid(layout.sizes())
-    return None
 
 
 def _find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> TrainflowError:
@@ -124,7 +118,12 @@ def _find_failure(run_dir: RunDir, ending: Ending, *, direct: bool) -> Trainflow
     for rank in _silent_ranks(run_dir, agent, guard, recorded, direct=direct):
         return _died_silently(rank, ending)
     for machine in lost:
-        return _lost_machine(machine, ending)
+        when = "" if ending.step is None else f" at step {ending.step}"
+        silence = f"there was no sign of life for {machine['silent_s']:.0f} s"
+        what = f"The machine {machine['host']} was lost{when}: {silence}."
+        remedy = "Start `trainflow join` there again; the same command continues from the last save."
+        field = "train.launch.nodes"
+        return InfrastructureError(what, field=field, step=ending.step, remedy=remedy, details=ending.tail)
     was_killed = guard is None or int(guard["code"]) < 0  # the launcher itself, or the guard
     for record in [] if was_killed else [*stopped, *records]:
         return from_record(record)
@@ -176,13 +175,6 @@ def _silent_ranks(
     code = code - 256 if code > 200 else code
     ranks = sorted(int(path.stem.removeprefix("worker-")) for path in run_dir.path.glob("worker-*.pid"))
     return [{"rank": rank, "exitcode": code} for rank in ranks if rank not in recorded]
-
-
-def _lost_machine(machine: dict[str, Any], ending: Ending) -> TrainflowError:
-    when = "" if ending.step is None else f" at step {ending.step}"
-    what = f"The machine {machine['host']} was lost{when}: there was no sign of life for {machine['silent_s']:.0f} s."
-    remedy = "Start `trainflow join` there again; the same command continues from the last save."
-    return InfrastructureError(what, field="train.launch.nodes", step=ending.step, remedy=remedy, details=ending.tail)
 
 
 def _died_silently(ended: dict[str, Any], ending: Ending) -> TrainflowError:

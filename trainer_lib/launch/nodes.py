@@ -18,6 +18,7 @@ import os
 import sys
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 from trainer_lib.errors import ConfigError, InfrastructureError, Interrupted, from_record
 from trainer_lib.launch.run_dir import MARK, RunDir, write_settings
@@ -57,13 +58,7 @@ def follow(
     checked = resolve_config(dataclasses.replace(config, processes=1))
     listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
     place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
-    run_dir = RunDir.create({"output": place, "follow": True}, config.grace_s, listener.should_cancel)
-    try:
-        write_settings(run_dir, config)
-        ending = _run_agent(run_dir, checked, config.grace_s, listener)
-        outcome = run_dir.read_json("outcome.json")
-    finally:
-        run_dir.remove()
+    ending, outcome = _run_agent({"output": place, "follow": True}, config, checked, config.grace_s, listener)
     if ending.cancelled:
         raise Interrupted("Cancelled.", remedy="The same command joins again.")
     if outcome is None:
@@ -80,16 +75,20 @@ def dismiss(config: LaunchConfig) -> None:
         return
     # The same check as before a launch, because the others wait at this address.
     check_rendezvous(config)
-    run_dir = RunDir.create({"output": f"dismiss {config.rendezvous}", "verb": NOTHING}, 0.0, lambda: False)
+    request = {"output": f"dismiss {config.rendezvous}", "verb": NOTHING}
+    _run_agent(request, config, config, 0.0, Listener(lambda line: None, lambda event: None, lambda: False))
+
+
+def _run_agent(
+    request: dict[str, Any], config: LaunchConfig, checked: LaunchConfig, grace_s: float, listener: Listener
+) -> tuple[Ending, dict[str, Any] | None]:
+    """Run this machine's agent to its end; return how it ended, and the outcome that it has read."""
+    run_dir = RunDir.create(request, grace_s, listener.should_cancel)
     try:
         write_settings(run_dir, config)
-        _run_agent(run_dir, config, 0.0, Listener(lambda line: None, lambda event: None, lambda: False))
+        environment = {**worker_environment(checked, {}), MARK: str(run_dir.path)}
+        start = partial(start_guard, [*AGENT, str(run_dir.path)], environment, run_dir, grace_s)
+        ending = Supervisor(start, run_dir, grace_s, None, listener).run_command()
+        return ending, run_dir.read_json("outcome.json")
     finally:
         run_dir.remove()
-
-
-def _run_agent(run_dir: RunDir, config: LaunchConfig, grace_s: float, listener: Listener) -> Ending:
-    environment = {**worker_environment(config, {}), MARK: str(run_dir.path)}
-    command = [*AGENT, str(run_dir.path)]
-    start = partial(start_guard, command, environment, run_dir, grace_s)
-    return Supervisor(start, run_dir, grace_s, None, listener).run_command()

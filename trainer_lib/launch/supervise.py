@@ -15,12 +15,10 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from trainer_lib import guard
 from trainer_lib.launch.run_dir import RunDir
-
-T = TypeVar("T")
 
 POLL_S = 0.2
 STACKS_S = 2.0  # time for hung workers to write their stacks
@@ -53,10 +51,6 @@ class Listener:
     on_event: Callable[[dict[str, Any]], None]
     should_cancel: Callable[[], bool]
 
-    def quiet(self) -> Listener:
-        """Return a listener whose callbacks cannot fail: while everything ends, nothing may interrupt that."""
-        return Listener(_quietly(self.on_line), _quietly(self.on_event), self.should_cancel)
-
 
 def start_guard(
     command: list[str], environment: Mapping[str, str], run_dir: RunDir, grace_s: float, held: Sequence[int] = ()
@@ -76,40 +70,34 @@ def start_guard(
     )
 
 
+@dataclass
 class Supervisor:
     """Watches one command under its guard, from `start_guard`; hung workers have `stacks_s` to write their stacks."""
 
-    def __init__(
-        self,
-        start: Callable[[], subprocess.Popen[bytes]],
-        run_dir: RunDir,
-        grace_s: float,
-        timeout_s: float | None,
-        listener: Listener,
-        *,
-        stacks_s: float = STACKS_S,
-    ) -> None:
-        self._start = start
-        self._run_dir = run_dir
-        self._grace_s = grace_s
-        self._timeout_s = timeout_s
-        self._listener = listener
+    start: Callable[[], subprocess.Popen[bytes]]
+    run_dir: RunDir
+    grace_s: float
+    timeout_s: float | None
+    listener: Listener
+    stacks_s: float = STACKS_S
+
+    def __post_init__(self) -> None:
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._partial = b""
         self._step: int | None = None
         self._cancelled = False
+        self._ignored: tuple[type[Exception], ...] = ()  # of the callbacks' errors
         self._progressed = time.monotonic()
-        self._stacks_s = stacks_s
 
     def run_command(self) -> Ending:
         """Start the command and stay until nothing of it is left."""
         oom = OomWatch()
-        self._guard = self._start()
+        self._guard = self.start()
         self._selector = selectors.DefaultSelector()
         try:
             if self._guard.stdout is not None:
                 self._selector.register(self._guard.stdout, selectors.EVENT_READ)
-            self._run_dir.record_process("guard", self._guard.pid)
+            self.run_dir.record_process("guard", self._guard.pid)
             hung_s = self._watch(oom)
         except BaseException:
             self._end()
@@ -136,17 +124,17 @@ class Supervisor:
         while self._guard.poll() is None:
             self._listen(POLL_S)
             oom.sample_counters()
-            if not self._cancelled and self._listener.should_cancel():
+            if not self._cancelled and self.listener.should_cancel():
                 self._cancelled = True
-                self._run_dir.mark_cancelled()
+                self.run_dir.mark_cancelled()
                 self._command_guard("stop")
             silent_s = time.monotonic() - self._progressed
             # Any line or event counts as a sign of life.
-            if self._timeout_s is not None and hung_s is None and silent_s > self._timeout_s:
+            if self.timeout_s is not None and hung_s is None and silent_s > self.timeout_s:
                 hung_s = silent_s
-                self._run_dir.request_stacks()
+                self.run_dir.request_stacks()
                 self._command_guard("stacks")
-                deadline = time.monotonic() + self._stacks_s
+                deadline = time.monotonic() + self.stacks_s
                 while time.monotonic() < deadline and self._guard.poll() is None:
                     self._listen(POLL_S)
                 self._command_guard("kill")
@@ -166,11 +154,12 @@ class Supervisor:
             else:
                 self._selector.unregister(output)
                 output.close()
-        for event in self._run_dir.read_new_events():
+        for event in self.run_dir.read_new_events():
             self._progressed = time.monotonic()
             step = event.get("step")
             self._step = step if isinstance(step, int) else self._step
-            self._listener.on_event(event)
+            with contextlib.suppress(*self._ignored):
+                self.listener.on_event(event)
 
     def _split(self, data: bytes) -> None:
         *lines, self._partial = (self._partial + data).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
@@ -185,12 +174,13 @@ class Supervisor:
         if text:
             self._progressed = time.monotonic()
             self._tail.append(text)
-            self._listener.on_line(text)
+            with contextlib.suppress(*self._ignored):
+                self.listener.on_line(text)
 
     def _drain(self) -> None:
         """Read the rest of the pipe. If the guard itself was killed, end its workers after the grace period."""
         if self._guard.returncode < 0:
-            self._run_dir.end_processes(self._grace_s)
+            self.run_dir.end_processes(self.grace_s)
         # One second: a process that inherited the pipe may keep it open for ever.
         deadline = time.monotonic() + 1.0
         while self._guard.stdout is not None and not self._guard.stdout.closed and time.monotonic() < deadline:
@@ -209,9 +199,9 @@ class Supervisor:
 
     def _end(self) -> None:
         """End everything, since the caller leaves: gracefully, until a second interruption kills at once."""
-        # The caller's own callback may have raised what brought us here.
-        self._listener = self._listener.quiet()
-        self._run_dir.mark_cancelled()
+        # The caller's own callback may have raised what brought us here; now nothing may interrupt the end.
+        self._ignored = (Exception,)
+        self.run_dir.mark_cancelled()
         try:
             self._command_guard("stop")
             while self._guard.poll() is None:
@@ -222,15 +212,7 @@ class Supervisor:
                 self._guard.wait(10)
             self._guard.kill()
             self._guard.wait()
-            self._run_dir.end_processes(0)
-
-
-def _quietly(callback: Callable[[T], None]) -> Callable[[T], None]:
-    def call(value: T) -> None:
-        with contextlib.suppress(Exception):
-            callback(value)
-
-    return call
+            self.run_dir.end_processes(0)
 
 
 SAMPLE_S = 2.0

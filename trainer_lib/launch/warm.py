@@ -59,11 +59,12 @@ class WarmWorker:
         here = self._environment
         changed = {name for name in here.keys() | environment.keys() if here.get(name) != environment.get(name)}
         same = config.kind == self._config.kind and config.grace_s == self._config.grace_s
-        return same and Path.cwd() == self._folder and all(name.startswith(_LATE) for name in changed) and self._lives()
+        is_here = Path.cwd() == self._folder and self._guard.poll() is None
+        return same and is_here and all(name.startswith(_LATE) for name in changed)
 
     def begin(self, environment: Mapping[str, str], held: Sequence[int]) -> subprocess.Popen[bytes] | None:
         """Send the variables, and files for the worker to hold; return its guard, or None where it has ended."""
-        if not self._lives():
+        if self._guard.poll() is not None:
             return None
         data = json.dumps(dict(environment)).encode()
         self._channel.settimeout(END_S)
@@ -92,9 +93,6 @@ class WarmWorker:
         for pipe in () if self._is_used else (self._guard.stdin, self._guard.stdout):
             if pipe is not None:
                 pipe.close()
-
-    def _lives(self) -> bool:
-        return self._guard.poll() is None
 
 
 _lock = threading.Lock()

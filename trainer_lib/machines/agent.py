@@ -204,9 +204,7 @@ class FollowerWatch(Watch):
         self._rendezvous.set(f"alive/{self._number}", self._beat)
         if not self._asked and self._rendezvous.get("stacks"):
             self._asked = True
-            self._run_dir.request_stacks()  # the workers write their traces when they see this
-            for process in self._run_dir.find_workers():
-                send_signal(process, signal.SIGUSR1)
+            self._run_dir.ask_workers_for_stacks()
             # The workers need a moment to write.
             time.sleep(STACKS_S)
             self._rendezvous.set(f"stacks/{self._number}", self._run_dir.read_places())

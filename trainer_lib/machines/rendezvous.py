@@ -100,13 +100,6 @@ class Rendezvous:
         """Add to a number and return the result; adding 0 only reads it."""
         return int(self._try(lambda: self._store.add(key, more)))
 
-    def wait(self, key: str, seconds: float) -> Any:
-        """Return the value of a key as soon as it has one; None after `seconds`."""
-        deadline = time.monotonic() + seconds
-        while (value := self.get(key)) is None and time.monotonic() < deadline:
-            time.sleep(POLL_S)
-        return value
-
     def _try(self, operation: Callable[[], Any]) -> Any:
         try:
             return operation()

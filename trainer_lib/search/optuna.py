@@ -50,16 +50,6 @@ _NAME = re.compile(r"[^/\\\0]{1,200}")
 _REMEDY = 'Return for example {"learning_rate": trial.suggest_float("learning_rate", 1e-6, 1e-4, log=True)}.'
 
 
-def _optuna() -> Any:
-    try:
-        import optuna
-    except ImportError:
-        raise MissingExtraError(
-            "A hyperparameter search needs the package optuna.", field="backend", value="optuna", extra="search"
-        ) from None
-    return optuna
-
-
 class _TrialFailed(Exception):
     """This trial counts as failed; the search continues."""
 
@@ -70,7 +60,12 @@ class OptunaSearch:
     name = "optuna"
 
     def __init__(self, runner: TrialRunner, settings: SearchSettings) -> None:
-        self._optuna = _optuna()
+        try:
+            import optuna
+        except ImportError:
+            what = "A hyperparameter search needs the package optuna."
+            raise MissingExtraError(what, field="backend", value="optuna", extra="search") from None
+        self._optuna: Any = optuna
         self._runner = runner
         self._comm = runner.comm
         self._settings = settings

@@ -13,7 +13,7 @@ import importlib.util
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments import TrainingArguments, compat
+from trainer_lib.arguments import compat
 from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.base.outputs import BestRun
@@ -149,7 +149,11 @@ class TrialRunner:
     def _trial_arguments(self, run: TrialRun) -> Iterator[None]:
         """Use a copy of the arguments with the trial's values and folder; afterwards use the user's own again."""
         trainer, given = self._trainer, self._trainer.args
-        args = self._with_values(given, run.values)
+        args, names = copy.copy(given), field_map(given)
+        self.check_names(run.values)
+        for name, value in run.values.items():
+            if name in names or name in compat.OLD_NAMES:  # else it is the model's
+                setattr(args, name, value)
         args.output_dir = f"{str(given.output_dir).rstrip('/')}/{run.name}"
         # Otherwise every trial would push its model to the same target.
         args.run_name, args.push_to_hub = run.name, False
@@ -166,22 +170,8 @@ class TrialRunner:
         finally:
             trainer._trainflow_set_up(given)
 
-    def _with_values(self, given: TrainingArguments, values: Mapping[str, Any]) -> TrainingArguments:
-        """A copy of the arguments with a trial's values; `_trainflow_set_up` checks types and bounds.
-
-        Raises:
-            ConfigError: a name is not an argument, unless `model_init` takes the trial: then it may be the model's.
-        """
-        args = copy.copy(given)
-        self.check_names(values)
-        names = field_map(args)
-        for name, value in values.items():
-            if name in names or name in compat.OLD_NAMES:
-                setattr(args, name, value)
-        return args
-
     def check_names(self, values: Mapping[str, Any]) -> None:
-        """Raise ConfigError for a name that a trial cannot set; `_with_values` says which."""
+        """Raise ConfigError for a fixed argument, and for no argument where `model_init` does not take the trial."""
         names, init = field_map(self._trainer.args), self._trainer.model_init
         for name, value in values.items():
             if name in _FIXED:

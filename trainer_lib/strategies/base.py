@@ -166,7 +166,14 @@ class Strategy:
         # A copy: the caller's mapping stays as it is when names are added.
         given = dict(state)
         given.update((name, own[name]) for name in own.keys() & set(keep) - given.keys())
-        _complete_tied(own, given)
+        by_storage: dict[tuple[int, torch.Size], list[str]] = {}
+        for name, value in own.items():
+            # Empty tensors all have the address 0.
+            if value.numel():
+                by_storage.setdefault((memory_address(value), value.shape), []).append(name)
+        for tied in by_storage.values():
+            present = [name for name in tied if name in given]
+            given.update((name, given[present[0]]) for name in tied if present and name not in given)
         reshaped = [name for name in own.keys() & given.keys() if own[name].shape != given[name].shape]
         refuse_others(own.keys() - given.keys(), given.keys() - own.keys(), reshaped)
         # Quantized layers, which are kept, take no part of their state alone; all names were compared above.
@@ -250,15 +257,3 @@ def match_names(
     reshaped = [name for first, name in known.items() if read_spec(state, name)[1] != shape_of(own[first])]
     refuse_others(missing, state.keys() - own.keys(), reshaped)
     return known
-
-
-def _complete_tied(own: Mapping[str, torch.Tensor], given: dict[str, torch.Tensor]) -> None:
-    by_storage: dict[tuple[int, torch.Size], list[str]] = {}
-    for name, value in own.items():
-        # Empty tensors all have the address 0.
-        if value.numel():
-            by_storage.setdefault((memory_address(value), value.shape), []).append(name)
-    for names in by_storage.values():
-        present = [name for name in names if name in given]
-        for name in names if present else []:
-            given.setdefault(name, given[present[0]])

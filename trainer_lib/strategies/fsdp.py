@@ -74,13 +74,6 @@ def offload_policy(settings: FsdpSettings, device: torch.device) -> OffloadPolic
     return CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
 
 
-def restore_class_name(part: nn.Module) -> None:
-    """Give the class that torch put in front of the module's the name of the user's, which configurations use."""
-    # torch makes the class from FSDPModule and the user's: these are the second and third entry of its MRO.
-    made, own = type(part), type(part).__mro__[2]
-    made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
-
-
 def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.device, *, offload: bool) -> None:
     """Allocate tensors that had no values, and move those that are not sharded to the device."""
     if any(tensor.is_meta for tensor in all_tensors(model).values()):
@@ -290,8 +283,14 @@ class FsdpStrategy(Strategy):
         fully_shard(model, reshard_after_forward=None if settings.reshards else False, **options)
         parts: list[nn.Module] = [module for module in model.modules() if isinstance(module, FSDPModule)]
         for part in parts:
-            restore_class_name(part)
-            _gather_as_plain_tensors(part)
+            # torch makes the part's class from FSDPModule and the user's, whose name configurations use.
+            made, own = type(part), type(part).__mro__[2]
+            made.__name__, made.__qualname__, made.__module__ = own.__name__, own.__qualname__, own.__module__
+            # Divided layers' parameters as plain tensors: `DTensor`s cost 40 calls of Python each in a step.
+            state: Any = part._get_fsdp_state()  # type: ignore[operator]
+            for group in getattr(state, "_fsdp_param_groups", ()):  # none before torch 2.13
+                for param in group.fsdp_params:
+                    param.is_dtensor, param._unsharded_dtensor_spec = False, None
         if hasattr(model, "generate"):
             # It calls an encoder by itself, which needs the parameters that encoder and decoder share.
             register_fsdp_forward_method(model, "generate")
@@ -447,13 +446,6 @@ class FsdpStrategy(Strategy):
         return {"strategy": self.name, "fsdp": self.settings.mode}
 
 
-def _gather_as_plain_tensors(part: Any) -> None:
-    """Gather divided layers' parameters as plain tensors: `DTensor`s cost 40 calls of Python each in a step."""
-    for group in getattr(part._get_fsdp_state(), "_fsdp_param_groups", ()):  # none before torch 2.13
-        for param in group.fsdp_params:
-            param.is_dtensor, param._unsharded_dtensor_spec = False, None
-
-
 def parameter_bytes(model: nn.Module) -> tuple[int, int]:
     """Return the bytes of the model's parameters on this process, and those of the whole model."""
     here = everywhere = 0
@@ -474,9 +466,19 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
     outside = _shared_beyond(model)
     if settings.wrap == "size":
         return _by_size(model, settings.min_num_params, outside)
-    names = settings.wrap_classes or _no_split_classes(model)
+    names: tuple[str, ...] = settings.wrap_classes or tuple(getattr(model, "_no_split_modules", None) or ())
+    if not names:
+        what = f"The model {type(model).__name__} does not say which of its layers belong together (_no_split_modules)."
+        remedy = "Name the class of its layers, or give min_num_params."
+        raise ConfigError(what, field=_CLASSES, value="none", remedy=remedy)
     units = [module for module in model.modules() if module is not model and type(module).__name__ in names]
-    _check_classes(model, units, settings.wrap_classes)
+    present = {type(unit).__name__ for unit in units}
+    missing = next((name for name in settings.wrap_classes if name not in present), None)
+    if missing is not None or not units:
+        inside = sorted({type(module).__name__ for module in model.modules() if module is not model})
+        what = f"The model {type(model).__name__} has no module of that class."
+        remedy = suggestion(missing or "", inside)
+        raise ConfigError(what, field=_CLASSES, value=missing or ", ".join(names), remedy=remedy)
     for unit in units:
         if tied := outside.get(id(unit)):
             what = f"This class shares {tied} with another part of the model, so it cannot be gathered by itself."
@@ -484,26 +486,6 @@ def find_units(model: nn.Module, settings: FsdpSettings) -> list[nn.Module]:
             raise ConfigError(what, field=_CLASSES, value=type(unit).__name__, remedy=remedy)
     # Reversed, because `modules` yields the outer ones first.
     return units[::-1]
-
-
-def _no_split_classes(model: nn.Module) -> tuple[str, ...]:
-    given: Any = getattr(model, "_no_split_modules", None)
-    if not given:
-        what = f"The model {type(model).__name__} does not say which of its layers belong together (_no_split_modules)."
-        remedy = "Name the class of its layers, or give min_num_params."
-        raise ConfigError(what, field=_CLASSES, value="none", remedy=remedy)
-    return tuple(given)
-
-
-def _check_classes(model: nn.Module, units: list[nn.Module], asked: Collection[str]) -> None:
-    present = {type(unit).__name__ for unit in units}
-    missing = next((name for name in asked if name not in present), None)
-    if missing is None and units:
-        return
-    inside = sorted({type(module).__name__ for module in model.modules() if module is not model})
-    what = f"The model {type(model).__name__} has no module of that class."
-    remedy = suggestion(missing or "", inside)
-    raise ConfigError(what, field=_CLASSES, value=missing or ", ".join(_no_split_classes(model)), remedy=remedy)
 
 
 def _by_size(model: nn.Module, minimum: int, outside: dict[int, str]) -> list[nn.Module]:

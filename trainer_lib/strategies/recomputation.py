@@ -136,16 +136,10 @@ def _walk(module: nn.Module, classes: tuple[str, ...]) -> Iterator[nn.Module]:
 
 def save_memory(model: nn.Module, settings: Recomputation) -> Callable[[], None]:
     """Apply the settings to the blocks of a model; return what takes them off."""
-    undo = [
-        wrap_forward(block, settings, again=settings.every > 0 and number % settings.every == 0)
-        for number, block in enumerate(find_blocks(model, settings), 1)
-    ]
-
-    def take_off() -> None:
-        for restore in undo:
-            restore()
-
-    return take_off
+    undo = contextlib.ExitStack()
+    for number, block in enumerate(find_blocks(model, settings), 1):
+        undo.callback(wrap_forward(block, settings, again=settings.every > 0 and number % settings.every == 0))
+    return undo.close
 
 
 def wrap_forward(module: nn.Module, settings: Recomputation, *, again: bool = True) -> Callable[[], None]:

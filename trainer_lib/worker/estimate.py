@@ -110,7 +110,12 @@ def _gathered_bytes(model: nn.Module, args: TrainingArguments) -> int:
         units = [layer for parent in model.modules() if isinstance(parent, nn.ModuleList) for layer in parent]
     layout = read_layout(args)
     expert = 1 if layout is None else layout.expert
-    sent = set(map(id, _expert_parameters(model, expert))) if expert > 1 else set()
+    sent = set[int]()
+    if expert > 1:
+        from trainer_lib.strategies.tensor.tensor_strategy import expert_parameters, plan_experts
+
+        for name in plan_experts(model, expert):
+            sent |= set(map(id, expert_parameters(model.get_submodule(name)).values()))
 
     def gathered(params: Iterable[nn.Parameter]) -> int:
         # Experts that are sent tokens are gathered among those that hold rows of the same ones.
@@ -131,14 +136,6 @@ def _divided_bytes(model: nn.Module, args: TrainingArguments) -> int:
     styles = plan_layers(model, layout.plan, layout.tensor)
     layers = [model.get_submodule(name) for name, style in styles.items() if not style.startswith("replicated")]
     return sum({id(param): _bytes(param) for layer in layers for param in layer.parameters()}.values())
-
-
-def _expert_parameters(model: nn.Module, parts: int) -> list[nn.Parameter]:
-    """The parameters of experts that are divided into `parts`. Raises ConfigError where they cannot be divided."""
-    from trainer_lib.strategies.tensor.tensor_strategy import expert_parameters, plan_experts
-
-    experts = (expert_parameters(model.get_submodule(name)) for name in plan_experts(model, parts))
-    return [param for own in experts for param in own.values()]
 
 
 def _bytes(tensor: Tensor) -> int:

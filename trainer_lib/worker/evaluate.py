@@ -173,9 +173,12 @@ def require_measurable(
     function: Callable[..., Any] | None, request: EvaluateRequest, args: TrainingArguments
 ) -> Callable[..., Any] | None:
     """The recipe's function with the metrics of the spec; None: nothing is measured. Refuses what needs all rows."""
-    by_batch = args.batch_eval_metrics and (function is not None or bool(request.metrics))
-    if is_metric_object(function) or by_batch:
-        _refuse_needing_rows(request, is_object=not by_batch)
+    if args.batch_eval_metrics and (function is not None or request.metrics):
+        remedy = "set evaluate.args.batch_eval_metrics=false"
+        _refuse_needing_rows(request, "batch_eval_metrics keeps none of them", remedy)
+    elif is_metric_object(function):
+        how = "the recipe's compute_metrics is an object that is given batch by batch"
+        _refuse_needing_rows(request, how, "write compute_metrics as a function")
     if request.slices and function is None and not request.metrics:
         what = "The recipe has no compute_metrics, so there is nothing to measure on slices."
         remedy = "Name metrics in evaluate.metrics, or define compute_metrics."
@@ -183,19 +186,13 @@ def require_measurable(
     return NamedMetrics(function, request.metrics) if request.metrics else function
 
 
-def _refuse_needing_rows(request: EvaluateRequest, *, is_object: bool) -> None:
-    how = "the recipe's compute_metrics is an object that is given batch by batch"
-    remedy = "Leave it out, or write compute_metrics as a function."
-    if not is_object:
-        how = "batch_eval_metrics keeps none of them"
-        remedy = "Leave it out, or set evaluate.args.batch_eval_metrics=false."
+def _refuse_needing_rows(request: EvaluateRequest, how: str, instead: str) -> None:
     for name in ("metrics", "slices", "confidence", "resamples"):
         if value := getattr(request, name):
             sets = " register.metric sets it." if name == "resamples" else ""
             shown = [call.name for call in request.metrics] if name == "metrics" else value
-            raise ConfigError(
-                f"This needs all rows, and {how}.{sets}", field=f"evaluate.{name}", value=shown, remedy=remedy
-            )
+            what, remedy = f"This needs all rows, and {how}.{sets}", f"Leave it out, or {instead}."
+            raise ConfigError(what, field=f"evaluate.{name}", value=shown, remedy=remedy)
 
 
 def rehearse(work: Work[EvaluateRequest], data: DataInfo, splits: Mapping[str, ArrowSplit]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -11,7 +12,7 @@ from torch.utils.data import Subset
 
 from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.given_rows import in_order, longest_first, require_column
-from trainer_lib.data.rows.parts import RangedParts, split_parts
+from trainer_lib.data.rows.parts import split_parts
 from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
@@ -42,44 +43,24 @@ def run(work: Work[PredictRequest]) -> PartsResult:
     written = rows = 0
     with SharedParts(store, parts, total=parts.total) as shared:
         for part in shared:
-            _write(work, parts, part, shared, trainer, split, data, before=rows)
             start, stop = parts.row_range(part)
+            order, pace = None, Pace()
+            if (column := request.sort_by) is not None:
+                order = longest_first([split[row][column] for row in range(start, stop)])
+            with contextlib.closing(PredictionSpool(None)) as spool:  # a part's outputs, large ones on disk
+                for numbers, outputs in _stream(trainer, split, start, stop, order):
+                    spool.append(outputs)
+                    if pace.is_due():
+                        row = int(numbers[-1]) + 1
+                        work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=rows + row - start)
+                tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
+                columns = work.recipe.prediction_columns(single_output(tree), data)
+                if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+                    write_split_predictions(parts, part, split.row_ids(start, stop), columns, split=split.name)
             written, rows = written + 1, rows + stop - start
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return PartsResult(written, rows)
-
-
-def _write(
-    work: Work[PredictRequest],
-    parts: RangedParts,
-    part: int,
-    shared: SharedParts,
-    trainer: Any,
-    split: ArrowSplit,
-    data: DataInfo,
-    *,
-    before: int,
-) -> None:
-    """Predict a part; `before` rows were predicted here already. Memory holds its outputs, large ones on disk."""
-    start, stop = parts.row_range(part)
-    column, order = work.request.sort_by, None
-    if column is not None:
-        order = longest_first([split[row][column] for row in range(start, stop)])
-    spool = PredictionSpool(None)
-    pace = Pace()
-    try:
-        for rows, outputs in _stream(trainer, split, start, stop, order):
-            spool.append(outputs)
-            if pace.is_due():
-                row = int(rows[-1]) + 1
-                work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=before + row - start)
-        tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
-        columns = work.recipe.prediction_columns(single_output(tree), data)
-        if shared.is_ours(part):  # else another worker took it for lost, and writes the same
-            write_split_predictions(parts, part, split.row_ids(start, stop), columns, split=split.name)
-    finally:
-        spool.close()
 
 
 def _stream(

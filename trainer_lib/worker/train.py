@@ -73,14 +73,12 @@ class ProofCallback(TrainerCallback):
             self._stop_at = None
             os.kill(os.getpid(), self._signal)
         # A proof compares final checkpoints, and the interval of saves may miss the last step.
-        self._save_the_end(control, last=state.global_step >= state.max_steps)
+        if state.global_step >= state.max_steps or control.should_training_stop:
+            control.should_save = True
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save where an evaluation ends the training (early stopping)."""
-        self._save_the_end(control, last=False)
-
-    def _save_the_end(self, control: TrainerControl, *, last: bool) -> None:
-        if last or control.should_training_stop:
+        if control.should_training_stop:
             control.should_save = True
 
 

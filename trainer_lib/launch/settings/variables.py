@@ -42,7 +42,7 @@ def worker_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str
     if interface is not None:
         for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             environment[name] = config.interface or environment.get(name) or interface
-    return environment | (single_process() if config.is_one_process else {})
+    return environment | (ALONE.variables() if config.is_one_process else {})
 
 
 def engine_environment(config: LaunchConfig, env: Mapping[str, str]) -> dict[str, str]:
@@ -64,11 +64,6 @@ def threads_of(config: LaunchConfig, environment: Mapping[str, str]) -> str:
 def thread_variables(threads: str) -> dict[str, str]:
     """Return the variables from which numerical libraries take their number of threads."""
     return dict.fromkeys(_THREAD_VARIABLES, threads)
-
-
-def single_process() -> dict[str, str]:
-    """Return the variables that make a worker a world of one, whatever ranks Slurm or torchrun gave this process."""
-    return ALONE.variables()
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -195,7 +195,13 @@ class DeepSpeedStrategy(Strategy):
         self._partitions = self._checked_partitions()
         self._trained = {id(param) for param in self._partitions.parameters()}
         self._cast_inputs(inner)
-        self._take_masters(inner)
+        # Weights that were loaded before the masters existed, at full precision. Collective.
+        kept, self._masters = self._masters, {}
+        for name, param in inner.named_parameters() if kept else ():
+            if id(param) in self._trained and name in kept:
+                self._partitions.store_part(param, kept[name])
+        if kept:
+            self._partitions.refresh_model()
         # On unless it is refused, as in DistributedDataParallel.
         if self._args.ddp_broadcast_buffers is not False:
             tensors = self.local_state(inner).values()
@@ -398,17 +404,6 @@ class DeepSpeedStrategy(Strategy):
                 with self._gathering([target], modifier_rank=0):
                     if self.comm.rank == 0:
                         target.copy_(value)
-
-    def _take_masters(self, model: nn.Module) -> None:
-        """Copy weights that were loaded before the masters existed into the masters, at full precision. Collective."""
-        kept, self._masters = self._masters, {}
-        if not kept:
-            return
-        partitions = self._parts()
-        for name, param in model.named_parameters():
-            if id(param) in self._trained and name in kept:
-                partitions.store_part(param, kept[name])
-        partitions.refresh_model()
 
     def _parts(self) -> Partitions:
         if self._partitions is None:

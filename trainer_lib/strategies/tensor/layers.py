@@ -79,21 +79,17 @@ def plan_layers(model: nn.Module, given: Mapping[str, str] | None, parts: int) -
             remedy = "Use shard, which divides every parameter, or give a plan without these layers."
             raise ConfigError(what, field=_FIELD, value=style, remedy=remedy)
         styles.update(dict.fromkeys(names, style))
-    _check_heads(model, parts)
-    for name, style in styles.items():
-        _check_layer(name, modules[name], style, parts)
-    return _without_half_tied(model, styles)
-
-
-def _check_heads(model: nn.Module, parts: int) -> None:
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", config)
     for name in _HEADS:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % parts:
-            possible = [size for size in range(parts, 0, -1) if heads % size == 0]
+            possible = next(size for size in range(parts, 0, -1) if heads % size == 0)
             what = f"The model's {heads} heads ({name}) cannot be divided among {parts} processes."
-            raise ConfigError(what, field="parallelism.tensor", value=parts, remedy=f"Give {possible[0]}.")
+            raise ConfigError(what, field="parallelism.tensor", value=parts, remedy=f"Give {possible}.")
+    for name, style in styles.items():
+        _check_layer(name, modules[name], style, parts)
+    return _without_half_tied(model, styles)
 
 
 def _check_layer(name: str, layer: nn.Module, style: str, parts: int) -> None:
@@ -319,14 +315,6 @@ class PartStreams:
         return self._outside is not None and torch.initial_seed() == self._seed
 
 
-class Classes(NamedTuple):
-    """The classes of a vocabulary that this process has: from `first` on, of `total`."""
-
-    group: Group
-    first: int
-    total: int
-
-
 class DividedLoss:
     """The loss of a causal language model, within a `with` of it (`is_on`) over parts of the logits."""
 
@@ -334,7 +322,7 @@ class DividedLoss:
         """Take the place of the model's loss function; `head` is its divided output layer."""
         total = head.out_features
         step = -(-total // group.size)
-        self._classes = Classes(group, min(group.rank * step, total), total)
+        self._classes = group, min(group.rank * step, total), total  # this process's are from the second number on
         self._head, self._own, self.is_on = head, model.loss_function, False
         model.loss_function = self
 
@@ -384,7 +372,7 @@ class DividedLoss:
 
 class _CrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, targets: Tensor, smoothing: float, classes: Classes) -> Tensor:
+    def forward(ctx: Any, part: Tensor, targets: Tensor, smoothing: float, classes: tuple[Group, int, int]) -> Tensor:
         group, first, total = classes
         rows, width = part.shape
         highest = part.amax(-1) if width else part.new_full((rows,), -torch.inf)

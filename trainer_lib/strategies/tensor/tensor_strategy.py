@@ -96,7 +96,7 @@ class TensorStrategy(FsdpStrategy):
 
     @override
     def _units_of_shards(self, model: nn.Module) -> list[nn.Module]:
-        return dispatched_experts(model)
+        return [module for module in model.modules() if module.__dict__.get("trainflow_dispatched")]
 
     @override
     def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
@@ -213,11 +213,6 @@ def divide_experts(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None
         module.__dict__["trainflow_dispatched"] = True
         on_sent = functools.partial(_run_on_sent, module.forward, module, group)
         module.forward = functools.wraps(module.forward)(on_sent)
-
-
-def dispatched_experts(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of experts that tokens are sent to."""
-    return [module for module in model.modules() if module.__dict__.get("trainflow_dispatched")]
 
 
 def _run_on_sent(run: _Forward, module: Any, group: Group, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:

@@ -383,28 +383,20 @@ def _fail(run_dir: RunDir, rank: int, world_size: int, error: BaseException, wor
     root = work.recipe.root if work is not None else run_dir.path
     # Only a consequence: the rank that failed first reports the cause.
     secondary = world_size > 1 and is_lost_peer(error)
+    typed = user_error(error, root)
     if secondary:
-        typed: TrainflowError = InfrastructureError(
-            f"Rank {rank} lost contact with the others.",
-            remedy="The same command continues from the last save.",
-            details=user_error(error, root).details,
-        )
-    else:
-        typed = user_error(error, root)
+        what, remedy = f"Rank {rank} lost contact with the others.", "The same command continues from the last save."
+        typed = InfrastructureError(what, remedy=remedy, details=typed.details)
     if world_size > 1 and typed.rank is None:
         typed.rank = rank
     timed_out = secondary and is_collective_timeout(error)
     if timed_out:
         with suppress(OSError):  # one of this machine's ranks stands still: all write their stacks and traces
-            run_dir.request_stacks()
-            for process in run_dir.find_workers():
-                send_signal(process, signal.SIGUSR1)
+            run_dir.ask_workers_for_stacks()
             time.sleep(STACKS_S)
     with suppress(OSError):  # the owner may be gone, and the run directory with it
-        run_dir.write_json(
-            f"error-rank{rank}.json",
-            {**typed.to_record(), "time": time.time(), "secondary": secondary, "timed_out": timed_out},
-        )
+        record = {**typed.to_record(), "time": time.time(), "secondary": secondary, "timed_out": timed_out}
+        run_dir.write_json(f"error-rank{rank}.json", record)
     for process in descendants(os.getpid()):  # data workers, and whatever the recipe started
         send_signal(process, signal.SIGKILL)
     return typed.exit_code
