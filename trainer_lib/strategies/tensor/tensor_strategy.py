@@ -16,7 +16,6 @@ import functools
 import logging
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,8 +98,10 @@ class TensorStrategy(FsdpStrategy):
         return [module for module in model.modules() if module.__dict__.get("trainflow_dispatched")]
 
     @override
-    def no_sync(self, model: nn.Module) -> AbstractContextManager[Any]:
-        return super().no_sync(model) if self.mesh.data_size > 1 else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        with super().no_sync(model) if self.mesh.data_size > 1 else contextlib.nullcontext():
+            yield
 
     @override
     def resolve(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[nn.Module, torch.optim.Optimizer]:
