@@ -90,7 +90,7 @@ class LocalBackend:
         found: list[FileInfo] = []
         if not self._is_folder(rel):
             return found
-        for folder, _, names in os.walk(self.path(rel)):
+        for folder, _, names in os.walk(self.path(rel), onerror=_raise_unlisted):
             for name in names:
                 path = Path(folder, name)
                 # A file may vanish between the walk and the stat, such as a lease that is released.
@@ -249,6 +249,13 @@ class LocalBackend:
         for folder, _, _ in os.walk(self.root):
             _sync_folder(Path(folder))
         _sync_folder(self.root.parent)  # the entry of the folder itself
+
+
+def _raise_unlisted(error: OSError) -> None:
+    """Raise the error of a folder whose files would be missing, but of none that has vanished or is of a system."""
+    name = Path(error.filename).name
+    if not isinstance(error, FileNotFoundError | NotADirectoryError) and name[:1] != "." and name != "lost+found":
+        raise OSError(error.errno, f"{error.filename}: {error.strerror}", error.filename) from error
 
 
 def _link_error(path: Path) -> StorageError:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -404,6 +405,22 @@ def test_an_answer_and_a_refusal_are_no_outages_and_a_busy_store_is_one() -> Non
     busy = Exception()
     busy.response = {"Error": {"Code": "SlowDown"}}  # type: ignore[attr-defined]
     assert describe_outage(busy) == "it is overloaded or out of order (SlowDown)"
+
+
+@pytest.mark.parametrize("name", ["closed", ".Trash-0", "lost+found"])
+def test_a_folder_that_cannot_be_listed_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    (tmp_path / name).mkdir()
+    (tmp_path / "a.csv").write_text("x")
+    listed = os.scandir
+
+    def deny(path: Any) -> Any:
+        if Path(path).name == name:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", deny)
+    with pytest.raises(StorageError, match="/closed: Permission denied") if name == "closed" else nullcontext():
+        assert [info.path for info in Store.open(tmp_path).list()] == ["a.csv"]
 
 
 def test_a_full_disk_states_what_is_free(tmp_path: object) -> None:
