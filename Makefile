@@ -34,8 +34,8 @@ demo: install  ## Train, evaluate, predict and publish the digits example (the s
 PYTEST := $(BIN)/pytest --dist loadfile --no-loadscope-reorder --durations 20 --durations-min 1
 # Without compiled files each of the suite's processes compiles its modules again.
 unit test slow test-and-slow nightly: export PYTHONDONTWRITEBYTECODE =
-# In memory where 8 GB are free: on a disk, flows wait for what databases and stores sync.
-unit test slow test-and-slow nightly: export TMPDIR ?= $(shell df -Pk /dev/shm 2>/dev/null | awk 'NR == 2 && $$4 > 8000000 {f = 1} END {print f ? "/dev/shm" : "/tmp"}')
+# In memory where 8 GB are free and files may be run: on a disk, flows wait for what databases and stores sync.
+unit test slow test-and-slow nightly: export TMPDIR ?= $(shell grep ' /dev/shm ' /proc/mounts 2>/dev/null | grep -qv noexec && test $$(df -Pk /dev/shm | awk 'END {print $$4}') -gt 8000000 && echo /dev/shm || echo /tmp)
 unit: install  ## Run the unit tests of every change (less than two minutes on two quiet cores)
 	@$(PYTEST) -n $(CORES) -m "$(or $(MARKERS),not slow and not nightly)" tests/unit
 
