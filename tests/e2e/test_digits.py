@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tests.support.command import trainflow
+from tests.support.command import Cli, trainflow
 from tests.support.repository import ROOT
 
 SPEC = ROOT / "examples" / "digits" / "pipeline.yaml"
 
 
-def test_digits_are_read_and_the_second_run_is_cached(tmp_path: Path) -> None:
+def test_digits_are_read_and_the_second_run_is_cached(tmp_path: Path, prefect_server: str, cli: Cli) -> None:
     arguments = ("run", SPEC, f"storage={tmp_path / 'storage'}", "train.args.num_train_epochs=8", "--json")
     # A newcomer's: nothing of Prefect's exists yet. On two processes: test_kill_resume.py.
     first = trainflow(*arguments, env={"PREFECT_HOME": str(tmp_path / "prefect")})
@@ -27,6 +27,6 @@ def test_digits_are_read_and_the_second_run_is_cached(tmp_path: Path) -> None:
     assert len(ids) == len(set(ids)) == 359
     assert (tmp_path / "storage" / "hub" / "digits").is_dir()
 
-    second = trainflow(*arguments)
+    second = cli(*arguments)
     assert second.code == 0, second.err
     assert {stage["status"] for stage in json.loads(second.out)["stages"]} == {"cached"}

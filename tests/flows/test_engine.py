@@ -158,9 +158,12 @@ def task_states(flow: str) -> list[str]:
         return [state for (state,) in rows]
 
 
-def test_a_command_gets_a_private_server_and_leaves_no_noise_and_no_process(start: Callable[..., Command]) -> None:
-    command = start("quiet")
-    url = command.url()
+def test_commands_share_a_private_server_that_outlives_its_starter_but_no_client_and_leaves_no_noise(
+    start: Callable[..., Command],
+) -> None:
+    commands = {name: start(name) for name in ("first", "second")}
+    url = commands["first"].url()
+    assert commands["second"].url() == url
     [server] = servers()
     request = urllib.request.Request(f"{url}/flows/filter", b"{}", {"Content-Type": "application/json"})
     with pytest.raises(urllib.error.HTTPError) as refused:
@@ -171,25 +174,15 @@ def test_a_command_gets_a_private_server_and_leaves_no_noise_and_no_process(star
     assert description.stat().st_mode & 0o077 == 0
     assert json.loads(description.read_bytes())["auth"] not in " ".join(server.cmdline())
 
-    command.say("a second task")
-    out, err = command.finish()
-    assert (out, err) == ("left\n", "")
-    assert not server.is_running()
-    assert task_states("probe-quiet") == ["COMPLETED"] * 2, "task states travel as events: the last must not be lost"
-
-
-def test_concurrent_commands_share_a_server_that_outlives_its_starter_but_no_client(
-    start: Callable[..., Command],
-) -> None:
-    first, second = start("first"), start("second")
-    assert first.url() == second.url()
-    [server] = servers()
-    starter, other = (first, second) if server.ppid() == first.process.pid else (second, first)
-    starter.kill()
+    starter, other = sorted(commands, key=lambda name: commands[name].process.pid != server.ppid())
+    commands[starter].kill()
     time.sleep(0.5)  # by now it would be ending
     assert server.is_running()
-    other.kill()
-    wait_for_no_server()
+    commands[other].say("a second task")
+    assert commands[other].finish() == ("left\n", "")
+    assert servers() == []
+    states = task_states(f"probe-{other}")
+    assert states == ["COMPLETED"] * 2, "task states travel as events: the last must not be lost"
 
 
 def test_a_killed_server_is_started_again_where_it_was_and_learns_all_that_happened(
