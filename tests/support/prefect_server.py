@@ -38,6 +38,7 @@ class Server:
             "PREFECT_API_URL": f"http://127.0.0.1:{self.port}/api",
             "PREFECT_WORKER_QUERY_SECONDS": "1",
             "PREFECT_WORKER_PREFETCH_SECONDS": "1",  # a schedule that is paused starts no further run
+            "PREFECT_SERVER_SERVICES_SCHEDULER_MAX_RUNS": "3",  # of a short interval it plans a hundred
             "PREFECT_API_DATABASE_TIMEOUT": "60",
             "TMPDIR": str(folder),
         }
