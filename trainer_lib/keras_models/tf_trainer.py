@@ -371,7 +371,15 @@ class TFTrainer(Trainer):
         if getattr(model, "loss", None) is None and not computes:
             remedy = "Call model.compile(loss=...), or let its call() take labels and return (loss, logits)."
             raise refusal("model", "The Keras model has no loss.", remedy, model)
-        return model.compute_loss(x=features, y=labels, y_pred=outputs, training=training)
+        try:
+            return model.compute_loss(x=features, y=labels, y_pred=outputs, training=training)
+        except IndexError as error:
+            classes = outputs.shape[-1] if isinstance(labels, torch.Tensor) and isinstance(outputs, torch.Tensor) else 0
+            if not classes or 0 <= (least := int(labels.min())) <= (most := int(labels.max())) < classes:
+                raise
+            what = f"Labels from {least} to {most} do not fit the model's {classes} outputs."
+            remedy = "Count classes from 0 on, and give the last layer an output per class."
+            raise refusal("labels", what, remedy, most) from error
 
     @override
     def compute_loss(

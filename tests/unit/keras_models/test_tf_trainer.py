@@ -17,6 +17,7 @@ from tests.support.resuming import prove
 from tests.support.training import losses
 from trainer_lib import TFTrainer
 from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.model.seeding import capture_seeds, keep_seeds, part_seeds, restore_seeds
 
 pytestmark = [
@@ -156,6 +157,11 @@ def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path
         given: dict[str, Any] = {"compute_loss_func": func, "gradient_accumulation_steps": 2, **PLAIN}
         one = trained(tmp_path / func.__name__, rows, **given)
         np.testing.assert_allclose(losses(one), losses(plain), rtol=1e-5)
+
+
+def test_a_label_without_an_output_is_named_with_the_outputs(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"Labels from 3 to 3 do not fit the model's 3 outputs"):
+        trained(tmp_path, [(row, np.int64(3)) for row, _ in pairs(4)], **PLAIN)
 
 
 def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: Path) -> None:
