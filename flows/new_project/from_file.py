@@ -172,6 +172,9 @@ class Guesses(Guess):
             self.options["label"] = label, ""
             return self._table.require(label, field="--label")
         lower = {name.lower(): name for name in names}
+        if not names:
+            what = f"No column has numbers or texts: {', '.join(map(repr, self._table.unread))}."
+            raise DataError(what, field="--from", remedy="Write a table, or one JSON object a row.")
         named = (lower[name] for name in _LABELS if name in lower)
         known = next((name for name in named if len(set(self._table.columns[name])) > 1), None)
         usual = [name for name in names if not _ID.fullmatch(name) and len(set(self._table.columns[name])) > 1]

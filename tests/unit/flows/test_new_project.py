@@ -234,6 +234,9 @@ def test_a_table_without_rows_or_the_column_is_refused(tmp_path: Path) -> None:
     (tmp_path / "data.csv").write_text("x,label\n1,a\n")
     with pytest.raises(TrainflowError, match='Did you mean "label"'):
         starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), "labels")
+    (tmp_path / "coco.json").write_text('{"images": [{"id": 1}], "categories": [{"id": 1}]}')
+    with pytest.raises(TrainflowError, match="No column has numbers or texts: 'images', 'categories'"):
+        starting.write_project_for(tmp_path / "new", str(tmp_path / "coco.json"), None)
     with pytest.raises(TrainflowError, match="no such file"):
         starting.write_project_for(tmp_path / "new", str(tmp_path / "nothing.csv"), None)
     assert not (tmp_path / "new").exists()

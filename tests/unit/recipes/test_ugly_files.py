@@ -183,7 +183,7 @@ COLUMNS: dict[str, Ugly] = {
         first={"x": "new york"}, new={"n": 1, "x": " NEW York", "expected": "new york"},
     ),
     "gaps among categories": Ugly(
-        "{n},N/A,{l}\n{n},Paris,{l}", head="x,c,label", options={"missing": "mean"}, first={"c": ""},
+        "{n},N/A,{l}\n{n},\\N,{l}\n{n},Paris,{l}", head="x,c,label", options={"missing": "mean"}, first={"c": ""},
     ),
     "gaps among amounts": Ugly(
         "n/a,{n},{l}\n\"$1,000.50\",{n},{l}", head="x,n,label", options={"missing": "mean"}, words=("is 1000.5",),
@@ -195,6 +195,9 @@ COLUMNS: dict[str, Ugly] = {
     "a class of rows without a label": Ugly(
         "{n},{l},0\n{n},{l},1\n{n},{l},2\n{n},{l},-1", head="x,c,label", first={"x": 10.0},
         words=("'-1', with which many data sets mark",), options={"split": {"validation": 0}},
+    ),
+    "a class that R reads as no value": Ugly(
+        "{n},{l},a\n{n},{l},NA", head="x,c,label", first={"c": "a"}, words=("class 'NA', which other programs read",),
     ),
     "capitals that are no money": Ugly(
         "{n},XYZ 1.200,{l}", head="n,x,label", options={"read": {"decimal": ","}}, first={"x": "XYZ 1.200"},

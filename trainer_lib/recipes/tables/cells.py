@@ -28,7 +28,7 @@ from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import choose
 from trainer_lib.recipes.tables.splitting import find_forms, has_zone, parse_times, read_times
 
-NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null"})
+NOTHING = frozenset({"", "N/A", "n/a", "#N/A", "NaN", "nan", "NULL", "null", "\\N"})
 """Texts that stand for no value."""
 USUAL = frozenset({"NA", "<NA>", "#NA", "#N/A N/A", "None", "-NaN", "-nan", "1.#IND", "-1.#IND", "1.#QNAN", "-1.#QNAN"})
 """Texts that pandas reads as no value as well; here only among numbers, because NA may be Namibia."""

@@ -407,6 +407,9 @@ class TabularRows:
         if known[0] == "-1" and (cells.number_of(known[-1]) or 0) > 1:
             what = f"The label '{self.label}' has the class '-1', with which many data sets mark rows without a label"
             self._warnings.append(f"{what}: leave such rows out.")
+        if absent := sorted(cells.USUAL.intersection(known)):
+            what = f"The label '{self.label}' has the class '{absent[0]}', which other programs read as no value"
+            self._warnings.append(f"{what}: leave such rows out, or name it in {READ}.na_values.")
         return self._ordered(known) if self.target == recipe_options.ORDER else known
 
     def _ordered(self, known: Sequence[str]) -> list[str]:
