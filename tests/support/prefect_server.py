@@ -42,6 +42,7 @@ class Server:
             "PREFECT_API_DATABASE_TIMEOUT": "60",
             "TMPDIR": str(folder),
         }
+        self._client = httpx.Client(base_url=self.environ["PREFECT_API_URL"], timeout=60)
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, *command: str) -> subprocess.Popen[bytes]:
@@ -65,6 +66,7 @@ class Server:
         assert process.poll() is None, self.log.read_text()
 
     def stop(self) -> None:
+        self._client.close()
         for process in reversed(self._processes):
             process.terminate()
             process.wait(40)
@@ -75,11 +77,9 @@ class Server:
         return False
 
     def api(self, method: str, path: str, body: Any = None) -> Any:
-        deadline = time.monotonic() + 60
-        while True:
-            answer = httpx.request(method, f"{self.environ['PREFECT_API_URL']}/{path}", json=body, timeout=60)
-            # Its database is busy; Prefect's own clients ask again, too.
-            if answer.status_code != 503 or time.monotonic() > deadline:
+        for _ in range(60):  # its database may be busy; Prefect's own clients ask again, too
+            answer = self._client.request(method, path, json=body)
+            if answer.status_code != 503:
                 break
             time.sleep(1)
         assert answer.is_success, f"{answer.status_code} {answer.text}"
