@@ -183,7 +183,7 @@ COLUMNS: dict[str, Ugly] = {
         first={"x": "new york"}, new={"n": 1, "x": " NEW York", "expected": "new york"},
     ),
     "gaps among categories": Ugly(
-        "{n},N/A,{l}\n{n},\\N,{l}\n{n},Paris,{l}", head="x,c,label", options={"missing": "mean"}, first={"c": ""},
+        "{n},\\N,{l}\n{n},N/A,{l}\n{n},Paris,{l}", head="x,c,label", options={"missing": "mean"}, first={"c": ""},
     ),
     "gaps among amounts": Ugly(
         "n/a,{n},{l}\n\"$1,000.50\",{n},{l}", head="x,n,label", options={"missing": "mean"}, words=("is 1000.5",),
