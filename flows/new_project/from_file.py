@@ -35,8 +35,11 @@ from trainer_lib.recipes.tables.cells import (
 from trainer_lib.recipes.tables.table_files import SAME, Table, naming_sources
 
 _ROWS = 20_000  # that are looked at
-_AMOUNTS = ("price", "sales")
-_LABELS = ("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "result", *_AMOUNTS)
+_AMOUNTS = ("price", "sales", "saleprice")
+_LABELS = (
+    *("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "survived", "diagnosis", "result"),
+    *_AMOUNTS,
+)
 _ID = re.compile(r"(?i:(.*[_\s.-])?(id|key|uuid|nr|number)|index)|.*[a-z](ID|Id|Nr)")
 _BLANK = re.compile(r"\s")
 _PLAIN = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
