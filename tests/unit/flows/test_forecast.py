@@ -222,7 +222,7 @@ LAUNCHES = {"prepare-data": ONE, "train": TWO, "evaluate": TWO, "push-to-hub": N
 @pytest.mark.parametrize(
     ("hits", "wanted", "force", "announced"),
     [
-        (set(), set(LAUNCHES), set(), [[("prepare", ONE), ("train", TWO), ("evaluate", TWO)]]),
+        (set(), set(LAUNCHES), set(), [[("train", TWO), ("evaluate", TWO)]]),
         ({"prepare-data"}, {"prepare-data", "train"}, set(), [[("train", TWO)]]),
         ({"prepare-data", "train"}, {"prepare-data", "train"}, {"train"}, [[("train", TWO)]]),
         ({"prepare-data", "train"}, {"prepare-data", "train"}, set(), []),
