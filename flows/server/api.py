@@ -20,6 +20,7 @@ import contextlib
 import errno
 import gc
 import os
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, MutableMapping
 from pathlib import Path
@@ -34,7 +35,6 @@ from trainflow.tasks.prefect.prefect_internals import patient_events, send_queue
 
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
-
 
 _UNAUTHORIZED = (401, 403)
 
@@ -59,17 +59,18 @@ def reachable(api: str) -> Iterator[None]:
 
 
 def _traceback(error: Exception) -> str:
-    import traceback
-
     return "".join(traceback.format_exception(error))
 
 
 def require_answer(api: str) -> None:
     """Raise ConfigError unless the server that is set answers, and takes the login."""
     from prefect.client.orchestration import get_client
+    from prefect.settings import get_current_settings
 
     checked_address(api, field="PREFECT_API_URL", unset="a server of the command's own")
-    with get_client(sync_client=True) as client:
+    settings = get_current_settings().api
+    timeout = settings.request_timeout if "request_timeout" in settings.model_fields_set else _ANSWER_S
+    with get_client(sync_client=True, httpx_settings={"timeout": timeout}) as client:
         error = client.api_healthcheck() or _find_refusal(client)
     if error is not None:
         status = getattr(getattr(error, "response", None), "status_code", None)
@@ -116,6 +117,8 @@ _LOOPBACK = "127.0.0.1,localhost"
 _FLUSH_S = 10.0
 # Seconds that events wait for a server which is started again, before they are given up.
 _AWAY_S = 60
+# Seconds that another server may take for its first answers, unless the user says it; Prefect's client waits sixty.
+_ANSWER_S = 5.0
 # Seconds that one request to the embedded server may take before Prefect's client repeats it.
 _REQUEST_S = 20.0
 # How often a request to another server is repeated, unless the user says it: for 14 seconds, not for Prefect's minute.
@@ -177,11 +180,11 @@ def prefect_api(*, meanwhile: Callable[[], object] = lambda: None) -> Iterator[s
     if settings.api.url:
         with _without_collections():
             meanwhile()
-        require_answer(settings.api.url)
         retries = settings.client.max_retries if "max_retries" in settings.client.model_fields_set else _RETRIES
-        fewer = settings_for_every_thread({PREFECT_CLIENT_MAX_RETRIES: retries})
-        with objects_set_aside(), fewer, _flushed(), reachable(settings.api.url):
-            yield settings.api.url
+        with settings_for_every_thread({PREFECT_CLIENT_MAX_RETRIES: retries}):
+            require_answer(settings.api.url)
+            with objects_set_aside(), _flushed(), reachable(settings.api.url):
+                yield settings.api.url
         return
     membership = Membership(settings)
     try:

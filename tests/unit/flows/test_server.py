@@ -25,6 +25,7 @@ from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.storage import Store
 from trainflow.flows.pipeline import pipeline
+from trainflow.flows.server import api as server_api
 from trainflow.flows.server import automations, embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
@@ -70,6 +71,17 @@ def test_a_wrong_login_or_server_is_refused_before_anything_starts(
         require_answer(api)
     assert remedy in str(refused.value.remedy)
     assert "wrong-word" not in f"{refused.value} {refused.value.details}"
+
+
+def test_a_server_that_never_answers_is_not_waited_for_prefects_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    from prefect.settings import PREFECT_API_URL, PREFECT_CLIENT_MAX_RETRIES, temporary_settings
+
+    monkeypatch.setattr(server_api, "_ANSWER_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/api"
+        once = temporary_settings({PREFECT_API_URL: url, PREFECT_CLIENT_MAX_RETRIES: 0})
+        with once, pytest.raises(ConfigError, match="No Prefect server answers there: no answer comes in time"):
+            require_answer(url)
 
 
 def test_a_request_that_the_server_refuses_later_names_the_server(api: str) -> None:
