@@ -63,22 +63,23 @@ def test_what_is_written_is_fsynced_and_its_folders_too(tmp_path: Path, monkeypa
 def test_a_reader_of_a_replaced_file_meets_a_whole_one(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
     store.replace("folder/record", b"a" * 50_000)
-    done = threading.Event()
+    done, seen = threading.Event(), list[bytes]()
 
     def replace() -> None:
-        for number in range(40):
-            store.replace("folder/record", (b"b" if number % 2 else b"a") * 50_000)
-        done.set()
+        while not done.is_set():
+            for letter in (b"b", b"a"):
+                store.replace("folder/record", letter * 50_000)
 
     writer = threading.Thread(target=replace)
     writer.start()
-    seen = set()
-    while not done.is_set():
-        content = store.read_bytes("folder/record")
-        assert len(content) == 50_000 and len(set(content)) == 1
-        seen.add(content[:1])
-    writer.join()
-    assert seen
+    try:
+        while len(seen) < 40 or len(set(seen)) < 2:
+            content = store.read_bytes("folder/record")
+            assert len(content) == 50_000 and len(set(content)) == 1
+            seen.append(content[:1])
+    finally:
+        done.set()
+        writer.join()
     assert store.children("folder") == ["record"], "no draft stays"
 
 
