@@ -112,7 +112,7 @@ class KeyedSettings(Settings):
 
 
 def _read_duration(value: Any, read: Callable[[Any], timedelta]) -> timedelta:
-    """Read seconds, what people write ("12h"), and the forms that pydantic takes besides (P1D, 01:30:00)."""
+    """Read seconds, what people write ("12h"), and other forms that pydantic takes (P1D, 01:30:00)."""
     seconds = read_seconds(value) if isinstance(value, str) else value
     problem = "This is not a duration." if isinstance(value, bool) else None
     if problem is None and isinstance(seconds, int | float):

@@ -198,8 +198,7 @@ class Guesses(Guess):
         texts = [str(value) for value in self._table.columns[self._label] if value is not None]
         if gaps := len(self._table) - len(texts):
             self.comments.append(f"{counted(gaps, 'row')} without a label: remove them, prepare-data refuses them.")
-        read = (number_of(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text) for text in texts)
-        numbers = np.array([number for number in read if number is not None])
+        numbers = np.array([number for number in map(_read_number, texts) if number is not None])
         if 2 * len(numbers) <= len(texts):
             return "tabular-classification"
         if self._are_amounts(numbers):
@@ -230,7 +229,7 @@ class Guesses(Guess):
     def _find_separator(self) -> str | None:
         """The mark between several classes in the cells of the label; None: they have one class."""
         texts = [str(value) for value in self._table.columns[self._label] if isinstance(value, str)]
-        if all(number_of(text) is not None or _THOUSANDS.fullmatch(text) for text in texts):
+        if all(_read_number(text) is not None for text in texts):
             return None
         for mark in _BETWEEN:
             cells = [[part.strip() for part in text.split(mark) if part.strip()] for text in texts]
@@ -411,6 +410,11 @@ def _is_of_images(address: str) -> bool:
         folder = Path(address)
         return folder.is_dir() and any(path.suffix.lower() in _IMAGES for path in folder.rglob("*"))
     return False
+
+
+def _read_number(text: str) -> float | None:
+    """The number that a text is, also with commas between thousands; None for another text."""
+    return number_of(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
 
 
 def _option(name: str, value: Any, why: str) -> list[str]:

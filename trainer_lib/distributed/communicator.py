@@ -86,7 +86,7 @@ class DataParallel(NamedTuple):
 
 @runtime_checkable
 class Communicator(Protocol):
-    """Messages between ranks besides gradients. Every method is collective: all ranks call it, in the same order.
+    """Messages between ranks other than gradients. Every method is collective: all ranks call it, in the same order.
 
     The bodies are those of a world of one: each message is a plain return, through JSON where several ranks would use
     it.
