@@ -178,6 +178,7 @@ class Checkpoints:
 
         An earlier run's checkpoints stay as long as any attempt of this run lasts: its own checkpoints name them.
         """
+        self.close()  # a save whose wait was interrupted is this Trainer's own, however it ends
         args, world = self._trainer.args, self._internals.world
         recorded = None if resumed is None else resumed.earlier_runs
         if self._internals.attempts.follows_rollback:  # back at the start of a resumed run, nothing of it names them
@@ -378,8 +379,6 @@ class Checkpoints:
         self.finish()
         if run.save_error is not None:
             self._save_now(run)
-        if run.save_error is not None:
-            raise run.save_error
 
     def keep_best_alone(self) -> None:
         """After training, with `save_total_limit=1`: remove the newest checkpoint where another one is the best."""
@@ -401,14 +400,14 @@ class Checkpoints:
         run = self._training_run()
         run.stopping = True
         self._save_now(run)
-        if run.save_error is not None:
-            raise run.save_error
 
     def _save_now(self, run: TrainingRun) -> None:
         trainer = self._trainer
         trainer._save_checkpoint(trainer.model_wrapped, run.trial)
         self.finish()
         self.announce(trainer.state)
+        if run.save_error is not None:
+            raise run.save_error
 
     def close(self) -> None:
         """However training ends: finish the save under way and log its outcome. Not collective."""
