@@ -310,6 +310,7 @@ def test_a_job_that_no_machines_can_run_does_not_wait(tmp_path: Path, fake_slurm
     ("reason", "expected"),
     [
         ("Requested node configuration is not available", ConfigError),
+        ("unrecognized option '--partiton=gpu'\nTry \"sbatch --help\" for more information", ConfigError),
         ("Job violates accounting/QOS policy (job submit limit)", InfrastructureError),
     ],
 )
@@ -320,7 +321,7 @@ def test_a_refusal_says_what_the_cluster_offers(
     failure = SlurmLaunch(request(tmp_path), nodes=1, engine_options={"partition": "debug"}).failure()
     assert type(failure) is expected
     if expected is ConfigError:
-        assert f"{reason}. The cluster offers debug: 2 machine(s)" in failure.message
+        assert f"{reason.splitlines()[0]}. The cluster offers debug: 2 machine(s)" in failure.message
         assert failure.field == "train.launch.engine_options"
 
 

@@ -370,7 +370,7 @@ def _flags(options: dict[str, Any]) -> list[str]:
 
 
 def _last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith("Try ")]  # its --help
     return re.sub(r"^\w+: (error: )?", "", lines[-1]).rstrip(".") if lines else "it gave no reason"
 
 

@@ -328,7 +328,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str, str]]] = {
         ({**ENGINE, "devices": (0,)}, "devices", ""),
         ({**ENGINE, "nodes": "4:1"}, "nodes", "This is not a range of machines."),
         ({**ENGINE, "address": "head:6379"}, "address", "Slurm's programs know their cluster."),
-        ({**ENGINE, "engine_options": {"partiton": "gpu"}}, "engine_options.partiton", 'Did you mean "partition"?'),
         (
             {**ENGINE, "engine_options": {"nodes": 4}},
             "engine_options.nodes",

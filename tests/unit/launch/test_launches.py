@@ -213,11 +213,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two CUDA devices, as their files show them."""
     for name in ("nvidia0", "nvidia1", "nvidiactl"):
         (tmp_path / name).touch()
-    for place, uuid in (("0000:07:00.0", "GPU-aa11"), ("0000:0a:00.0", "GPU-bb22")):
-        (tmp_path / "driver" / place).mkdir(parents=True)
-        (tmp_path / "driver" / place / "information").write_text(f"Model: \t X\nGPU UUID: \t {uuid}\n")
     monkeypatch.setattr(gpu_selection, "DEVICE_FILES", tmp_path)
-    monkeypatch.setattr(gpu_selection, "DRIVER_FILES", tmp_path / "driver")
     monkeypatch.setattr(gpu_selection, "_torch_has_cuda", lambda: True)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
 
@@ -229,7 +225,6 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (None, 1, ("GPU 0",)),
         (None, 2, ("GPU 0", "GPU 1")),
         ("1", 1, ("GPU 1",)),
-        ("GPU-bb", 1, ("GPU 1",)),
         ("GPU-cc", 1, ("GPU GPU-cc",)),
         ("MIG-77", 1, ("GPU MIG-77",)),
         ("", 1, ()),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from trainer_lib.arguments import environment
-from trainer_lib.base.suggestions import counted, suggestion
+from trainer_lib.base.suggestions import counted
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch.settings.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 
@@ -29,22 +29,8 @@ _PROGRAMS = ("sbatch", "squeue", "scancel")
 _OURS = {
     **dict.fromkeys(("nodes", "ntasks", "ntasks-per-node"), "nodes and processes of the launch"),
     **dict.fromkeys(("job-name", "output", "error", "open-mode", "parsable", "wrap", "array", "wait"), "nothing"),
-    **dict.fromkeys(("signal", "input", "export", "chdir", "test-only"), "grace_s, env and the spec"),
+    **dict.fromkeys(("signal", "input", "export", "export-file", "chdir", "test-only"), "grace_s, env and the spec"),
 }
-# The others that sbatch takes.
-_SBATCH = (
-    *("account", "acctg-freq", "begin", "clusters", "comment", "constraint", "contiguous", "core-spec"),
-    *("cores-per-socket", "cpu-freq", "cpus-per-gpu", "cpus-per-task", "deadline", "delay-boot", "dependency"),
-    *("distribution", "exclude", "exclusive", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus"),
-    *("gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint", "hold", "licenses"),
-    *("mail-type", "mail-user", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu", "mincpus", "network", "nice"),
-    *("no-requeue", "nodefile", "nodelist", "oversubscribe", "partition", "power", "prefer", "priority", "profile"),
-    *("qos", "requeue", "reservation", "sockets-per-node", "spread-job", "switches", "thread-spec"),
-    *("threads-per-core", "time", "time-min", "tmp", "tres-per-task", "uid", "use-min-nodes", "wckey", "container"),
-    *("batch", "bb", "bbf", "cluster-constraint", "container-id", "extra", "get-user-env", "kill-on-invalid-dep"),
-    *("mcs-label", "no-kill", "oom-kill-step", "overcommit", "propagate", "reboot", "resv-ports", "segment"),
-    *("stepmgr", "tres-bind", "wait-all-nodes"),
-)
 _RESOURCE = re.compile(r"[A-Za-z_][\w:.-]*")
 _LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
@@ -445,13 +431,10 @@ def _check_slurm(config: LaunchConfig) -> None:
             "address", config.address, "Slurm's programs know their cluster.", "Remove it (engine_options.clusters)."
         )
     for name, value in config.engine_options.items():
-        field = f"engine_options.{name}"
         if name in _OURS:
-            instead = _OURS[name]
-            remedy = "Remove it." if instead == "nothing" else f"Remove it; see {instead}."
-            raise refused(field, value, "trainflow passes this option to sbatch itself.", remedy)
-        if name not in (*_SBATCH, "folder"):
-            raise refused(field, value, "sbatch has no such option.", suggestion(name, [*_SBATCH, "folder"]))
+            remedy = "Remove it." if _OURS[name] == "nothing" else f"Remove it; see {_OURS[name]}."
+            what = "trainflow passes this option to sbatch itself."
+            raise refused(f"engine_options.{name}", value, what, remedy)
 
 
 def refused(name: str, value: object, message: str, remedy: str) -> ConfigError:

@@ -11,7 +11,6 @@ from pathlib import Path
 from trainer_lib.errors import ConfigError
 
 DEVICE_FILES = Path("/dev")
-DRIVER_FILES = Path("/proc/driver/nvidia/gpus")  # folders named by their places on the bus
 # How many processes like this one have launches at the same time, as the slots of a sweep do.
 SHARED_BY = "TRAINFLOW_SHARED_BY"
 ORDERS = ("PCI_BUS_ID", "FASTEST_FIRST")
@@ -56,22 +55,8 @@ def list_visible(environment: Mapping[str, str]) -> list[str]:
 
 
 def name_devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """Names of the first `count` CUDA devices that workers with these variables see; () on the CPU.
-
-    A device is named by its number, also where the variables give its UUID, and a part of one (MIG) by its UUID.
-    """
-    return tuple(f"GPU {_number_of(part)}" for part in list_visible(environment)[:count])
-
-
-def _number_of(part: str) -> str:
-    """The number of the device with this UUID, or with a UUID that begins so; `part` itself where it is not known."""
-    if not part.startswith("GPU-"):
-        return part
-    for number, folder in enumerate(sorted(DRIVER_FILES.glob("*/information"))):
-        found = re.search(r"^GPU UUID:\s*(\S+)", folder.read_text(errors="replace"), re.MULTILINE)
-        if found is not None and found[1].startswith(part):
-            return str(number)
-    return part
+    """Names of the first `count` CUDA devices that workers with these variables see; () on the CPU."""
+    return tuple(f"GPU {part}" for part in list_visible(environment)[:count])
 
 
 def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:
