@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.support import clients, memory_group, police, script_runs, slurm_cluster, xla
+from tests.support import clients, memory_group, police, script_runs, slurm_cluster
 from tests.support.once import shared_folder
 
 pytest_plugins = (
@@ -246,7 +246,6 @@ _NEEDS: dict[str, Callable[[], bool]] = {
     "namespaces": _has_namespaces,
     "registry": functools.cache(_has_registry),
     "slurm": slurm_cluster.is_installed,
-    "xla": xla.is_installed,
 }
 
 

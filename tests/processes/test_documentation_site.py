@@ -87,5 +87,5 @@ def test_a_link_out_of_docs_leads_to_a_copy(tmp_path: Path) -> None:
     )
     assert "(../docs" not in page
     long = (tmp_path / "repository" / "tests" / "data" / "compatibility.md").read_text(encoding="utf-8")
-    assert "](../../../distributed.md#xla)" in long
+    assert "](../../../distributed.md#fsdp_config)" in long
     assert "](../../docs" not in long

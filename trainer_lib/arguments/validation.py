@@ -240,6 +240,7 @@ def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
         "resuming, so it is not supported.",
         f'Give "{optimizer.removesuffix("_layerwise")}", and gradient_checkpointing=true to save memory.',
     )
+    yield optimizer == "adamw_torch_xla", "optim", "XLA is not served.", 'Give "adamw_torch".'
     for name in ("logging", "eval", "save"):
         steps = f"{name}_steps"
         yield (

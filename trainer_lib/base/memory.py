@@ -118,6 +118,6 @@ def read_peak_bytes(device: torch.device) -> int:
 
 
 def empty_device_cache(device: torch.device) -> None:
-    """Return the unused memory that torch's allocator holds to the device; on a CPU and on XLA it does nothing."""
-    if device.type not in ("cpu", "xla"):  # torch_xla has no such call
+    """Return the unused memory that torch's allocator holds to the device; on a CPU it does nothing."""
+    if device.type != "cpu":
         getattr(torch, device.type).empty_cache()

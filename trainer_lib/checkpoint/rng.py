@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer_lib.distributed import xla
 from trainer_lib.errors import DamagedError
 
 
@@ -27,8 +26,6 @@ def capture_rng() -> dict[str, Any]:
         state["cuda"] = encode_state(torch.cuda.get_rng_state())
     if torch.backends.mps.is_available():
         state["mps"] = encode_state(torch.mps.get_rng_state())
-    if xla.is_used():
-        state["xla"] = xla.random_state()
     return state
 
 
@@ -41,9 +38,6 @@ def restore_rng(state: dict[str, Any]) -> None:
         # Parsed before the first generator is set, so that a malformed state changes none.
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
         device = {name: _decode(state[name]) for name in ("torch", "cuda", "mps") if name in state}
-        number = state.get("xla", 0)
-        if type(number) is not int or not 0 <= number < 2**64:
-            raise ValueError("XLA's state is not an unsigned 64-bit number")
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(device["torch"])
@@ -51,8 +45,6 @@ def restore_rng(state: dict[str, Any]) -> None:
             torch.cuda.set_rng_state(device["cuda"])
         if "mps" in device and torch.backends.mps.is_available():
             torch.mps.set_rng_state(device["mps"])
-        if "xla" in state and xla.is_used():
-            xla.set_random_state(number)
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         remedy = "Use an earlier checkpoint; the state may come from another version of Python, NumPy or torch."
         raise DamagedError(f"A saved random state cannot be used: {error}.", field="rng", remedy=remedy) from error

@@ -31,7 +31,6 @@ from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import LocalShard, collect_local_parts
 from trainer_lib.checkpoint.values import render_json
 from trainer_lib.distributed.sharding import is_sharded
-from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import OutOfMemoryError
 
 _HEADER_BYTES = 512
@@ -233,7 +232,7 @@ def _copy_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
 def _memory_key(tensor: Tensor) -> Hashable:
     """A key that two tensors share if they are the same values in the same memory (tied weights)."""
     view = (tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg()) if tensor.layout is torch.strided else ()
-    return (tensor.device, tensor.dtype, *view, memory_address(tensor) if view and not tensor.is_meta else id(tensor))
+    return (tensor.device, tensor.dtype, *view, tensor.data_ptr() if view and not tensor.is_meta else id(tensor))
 
 
 def _align(size: int) -> int:

@@ -24,7 +24,6 @@ from torch import Tensor
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.layout import damaged_file
-from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
@@ -221,7 +220,7 @@ def _separate_ties(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], di
             what = f"Tensor {name!r} has no plain values ({'meta' if tensor.is_meta else tensor.layout})."
             raise ConfigError(what, field="checkpoint", remedy="Materialize it before saving.")
         view = (tensor.dtype, tensor.shape, tensor.stride(), tensor.is_conj(), tensor.is_neg())
-        memory = (tensor.device, memory_address(tensor), *view)
+        memory = (tensor.device, tensor.data_ptr(), *view)
         if tensor.numel() and memory in first:
             aliases[name] = first[memory]
         else:

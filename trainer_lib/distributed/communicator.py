@@ -33,7 +33,7 @@ from typing_extensions import override
 from trainer_lib.arguments import environment
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.distributed import in_flight, xla
+from trainer_lib.distributed import in_flight
 from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
 
 if TYPE_CHECKING:
@@ -471,7 +471,7 @@ def _backend(asked: str | None, device: torch.device) -> str:
 
 
 def choose_device(*, use_cpu: bool) -> torch.device:
-    """Choose the device of this process: its own GPU, an XLA device or MPS when alone, else the CPU.
+    """Choose the device of this process: its own GPU, MPS when alone, else the CPU.
 
     The n-th process of a machine takes the n-th of the visible GPUs (`CUDA_VISIBLE_DEVICES` selects and orders them).
     Where Slurm or Kubernetes shows each process only its own GPU, the process takes that one. Raises ConfigError.
@@ -489,22 +489,16 @@ def choose_device(*, use_cpu: bool) -> torch.device:
             remedy = f"Start at most {count} processes here, or set use_cpu=True."
             raise ConfigError(what, field="LOCAL_RANK", value=ranks.local_rank, remedy=remedy)
         return torch.device("cuda", ranks.local_rank)
-    # torch_xla needs this variable, so where it is set the user means that device.
+    # torch_xla needs this variable: the user means a TPU, and must not train on the CPU without noticing it.
     if "PJRT_DEVICE" in os.environ and importlib.util.find_spec("torch_xla") is not None:
-        _refuse_several("XLA", ranks.world_size)
-        device = xla.take_device()
-        _refuse_several("XLA", xla.count_replicas())
-        return device
+        remedy = "Unset the variable, or set use_cpu=True."
+        raise ConfigError("XLA is not served.", field="PJRT_DEVICE", value=os.environ["PJRT_DEVICE"], remedy=remedy)
     if torch.backends.mps.is_available():
-        _refuse_several("MPS", ranks.world_size)
+        if ranks.world_size > 1:
+            remedy = "Start one process, or set use_cpu=True."
+            raise ConfigError("MPS serves one process only.", field="WORLD_SIZE", value=ranks.world_size, remedy=remedy)
         return torch.device("mps")
     return torch.device("cpu")
-
-
-def _refuse_several(name: str, world_size: int) -> None:
-    if world_size > 1:
-        remedy = "Start one process, or set use_cpu=True."
-        raise ConfigError(f"{name} serves one process only.", field="WORLD_SIZE", value=world_size, remedy=remedy)
 
 
 def mention_idle_gpus(device: torch.device, world_size: int) -> None:

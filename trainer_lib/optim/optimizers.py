@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from trainer_lib.arguments import OptimizerNames, TrainingArguments
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.distributed import xla
 from trainer_lib.errors import ConfigError
 from trainer_lib.optim.packages import PACKAGED, OptimizerRequest, Served, adafactor
 
@@ -325,13 +324,10 @@ def _serve(request: OptimizerRequest) -> Served:
 
 
 def _has_fused(request: OptimizerRequest) -> bool:
-    """Whether torch's fused AdamW serves the device and the parameters; a line is logged when it does not."""
+    """Whether torch's fused AdamW serves the parameters; a line is logged when it does not."""
     parameters = [] if request.model is None else request.model.parameters()
     # torch's kernel walks through memory: it would change what lies between the elements of a view, without an error.
     if any(param.stride() != torch.empty_like(param, device="meta").stride() for param in parameters):
         _log.warning("A parameter is a view with gaps in memory: torch's AdamW that is not fused trains.")
         return False
-    if request.args.use_cpu or not xla.is_used():
-        return True
-    _log.info("torch's fused AdamW does not serve XLA devices: its AdamW that is not fused trains.")
-    return False
+    return True

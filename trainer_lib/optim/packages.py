@@ -167,7 +167,6 @@ _GROK: Mapping[str, Any] = {
 }
 #: Name -> module, class, package, whether it takes Adam's settings, further settings with their defaults.
 _PLAIN: Mapping[OptimizerNames, tuple[str, str, str, bool, Mapping[str, Any]]] = {
-    OptimizerNames.ADAMW_TORCH_XLA: ("torch_xla.amp.syncfree", "AdamW", "torch_xla", True, {}),
     OptimizerNames.ADAMW_TORCH_NPU_FUSED: ("torch_npu.optim", "NpuFusedAdamW", "torch_npu", True, {}),
     OptimizerNames.ADAMW_TORCH_4BIT: ("torchao.optim", "AdamW4bit", "torchao>=0.11", True, _TORCHAO),
     OptimizerNames.ADAMW_TORCH_8BIT: ("torchao.optim", "AdamW8bit", "torchao>=0.11", True, _TORCHAO),

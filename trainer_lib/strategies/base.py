@@ -16,7 +16,6 @@ from torch import nn
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.distributed.precision import Precision, create_precision
 from trainer_lib.distributed.sharding import read_spec
-from trainer_lib.distributed.xla import memory_address
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -170,7 +169,7 @@ class Strategy:
         for name, value in own.items():
             # Empty tensors all have the address 0.
             if value.numel():
-                by_storage.setdefault((memory_address(value), value.shape), []).append(name)
+                by_storage.setdefault((value.data_ptr(), value.shape), []).append(name)
         for tied in by_storage.values():
             present = [name for name in tied if name in given]
             given.update((name, given[present[0]]) for name in tied if present and name not in given)

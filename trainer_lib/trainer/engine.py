@@ -193,11 +193,6 @@ def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
 def create_strategy(args: TrainingArguments, world: World) -> Strategy:
     """The strategy for these arguments and this world; only its own file is imported."""
     device, comm = world.device, world.comm
-    if device.type == "xla":
-        from trainer_lib.strategies.ddp import XlaStrategy, refuse_unshown
-
-        refuse_unshown(args)
-        return XlaStrategy(device, comm)
     if args.deepspeed is not None and plan(args).stage:  # stage 0 shards nothing
         from trainer_lib.strategies.deepspeed.deepspeed_strategy import DeepSpeedStrategy
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from trainer_lib.base.outputs import EvalLoopOutput, PredictionOutput, speed_metrics
 from trainer_lib.data.loading.generators import keep_generators
-from trainer_lib.distributed import xla
 from trainer_lib.distributed.precision import back_up_weights, full_eval_dtype
 from trainer_lib.errors import ConfigError, OutOfMemoryError, TrainflowError, first_line, is_out_of_memory
 from trainer_lib.evaluation.evaluation_loop import EvaluationLoop
@@ -78,7 +77,7 @@ class Evaluator:
         # fork_rng for CUDA alone, because `keep_generators` does the CPU's.
         devices = [device] if device.type == "cuda" else []
         fork = torch.random.fork_rng(devices=devices, enabled=bool(devices))
-        with keep_generators(), fork, xla.random_state_kept(), keep_seeds(self.trainer.model):
+        with keep_generators(), fork, keep_seeds(self.trainer.model):
             yield
 
     @property

@@ -24,7 +24,8 @@ from trainer_lib.optim import (
 from trainer_lib.optim.optimizers import Lion, MuonAdamW
 from trainer_lib.optim.packages import PACKAGED, _round_alike, matches
 
-SERVED = [name for name in OptimizerNames if name not in PACKAGED and not name.value.endswith("_layerwise")]
+REFUSED = [name for name in OptimizerNames if name.value.endswith(("_layerwise", "_xla"))]
+SERVED = [name for name in OptimizerNames if name not in PACKAGED and name not in REFUSED]
 
 
 class RMSNormOfTheirs(nn.Module):
@@ -145,11 +146,11 @@ def test_copies_are_rounded_alike_whatever_their_processes_drew() -> None:
     assert not torch.equal(models[0].hidden.weight[0], models[0].hidden.weight[1])
 
 
-@pytest.mark.parametrize("name", [name for name in OptimizerNames if name.value.endswith("_layerwise")])
-def test_layerwise_optimizers_are_refused_with_the_whole_one_as_way_out(name: OptimizerNames) -> None:
+@pytest.mark.parametrize("name", REFUSED)
+def test_layerwise_optimizers_and_that_of_xla_are_refused_with_the_plain_one_as_way_out(name: OptimizerNames) -> None:
     with pytest.raises(ConfigError) as caught:
         TrainingArguments("out", optim=name.value, optim_target_modules="all-linear")
-    assert name.value.removesuffix("_layerwise") in (caught.value.remedy or "")
+    assert f'"{name.value.removesuffix("_layerwise").removesuffix("_xla")}"' in (caught.value.remedy or "")
 
 
 def test_settings_follow_from_the_arguments() -> None:

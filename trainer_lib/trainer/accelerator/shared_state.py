@@ -37,8 +37,6 @@ def distributed_type(world: World, strategy: Strategy) -> Any:
     if strategy.name in by_strategy:
         return by_strategy[strategy.name]
     kind = world.device.type
-    if kind == "xla":
-        return DistributedType.XLA
     if world.comm.world_size == 1:
         return DistributedType.NO
     return DistributedType["MULTI_GPU" if kind == "cuda" else f"MULTI_{kind.upper()}"]

@@ -12,7 +12,6 @@ from torch import nn
 from trainer_lib import optim
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.loading.items import MAPPINGS, SEQUENCES
-from trainer_lib.distributed.xla import move_module
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.api.base import TrainerBase
 
@@ -249,4 +248,4 @@ class StepMethods(TrainerBase):
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to the device; an override may leave it where it is."""
-        move_module(model, device)
+        model.to(device)

@@ -19,7 +19,6 @@ import torch
 from torch import nn
 
 from trainer_lib.data.loading.order import derive
-from trainer_lib.distributed import xla
 
 
 def set_seed(seed: int, deterministic: bool = False) -> None:
@@ -27,8 +26,6 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed & 0xFFFFFFFF)  # NumPy takes 32 bits only
     torch.manual_seed(seed)
-    if xla.is_used():  # torch does not know its generator
-        xla.set_random_state(seed)
     if deterministic:
         torch.use_deterministic_algorithms(True)
 
