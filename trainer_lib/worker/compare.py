@@ -26,8 +26,6 @@ _STEP = ("loss", "grad_norm", "learning_rate")
 _TIMES = ("_runtime", "_per_second")
 _PLACES = ("output_dir", "logging_dir", "resume_from_checkpoint", "best_model_checkpoint")
 """Settings about where a run lies, which cannot differ in what it computed."""
-_ORDER = ("model", "optimizer", "scheduler", "scaler", "data", "rng", "trainer_state")
-"""The order in which differing files of a checkpoint are reported."""
 
 Difference = dict[str, Any]
 
@@ -89,7 +87,7 @@ def _checkpoint(
 ) -> Iterator[Difference]:
     sides = [{entry.path: entry for entry in info.commit.files} for info in (whole, resumed)]
     counts["states"] = sorted(sides[0].keys() & sides[1].keys())
-    for name in sorted(sides[0].keys() | sides[1].keys(), key=_rank):
+    for name in sorted(sides[0].keys() | sides[1].keys()):
         one, other = sides[0].get(name), sides[1].get(name)
         if one is None or other is None:
             yield _difference(step, name, *("absent" if entry is None else "present" for entry in (one, other)))
@@ -127,13 +125,9 @@ def _tensors(
             continue
         # As bytes, because NaN differs from itself.
         bits = [tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
-        if torch.equal(*bits):
-            continue
-        places = (bits[0] != bits[1]).reshape(-1, one.element_size()).any(1).nonzero().flatten()
-        first = int(places[0])
-        values = [tensor.reshape(-1)[first].item() for tensor in (one, other)]
-        more = {"elements": f"{len(places):,} of {one.numel():,}", "first_element": first}
-        yield {**_difference(step, f"{file}: {name}", *values), **more}
+        if not torch.equal(*bits):
+            first = int((bits[0] != bits[1]).nonzero()[0]) // one.element_size()
+            yield _difference(step, f"{file}: {name}[{first}]", *(t.reshape(-1)[first].item() for t in (one, other)))
 
 
 def _values(path: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
@@ -159,11 +153,6 @@ def _without_places(record: dict[str, Any], name: str) -> dict[str, Any]:
 
 def _json(info: CheckpointInfo, name: str) -> dict[str, Any]:
     return parse_json(Store.open(info.url).read_bytes(name), dict)
-
-
-def _rank(name: str) -> tuple[int, str]:
-    known = (place for place, start in enumerate(_ORDER) if name.startswith(start))
-    return next(known, len(_ORDER)), name
 
 
 def _difference(step: int | None, what: str, whole: Any, resumed: Any) -> Difference:
