@@ -295,7 +295,6 @@ class EvaluateConfig(StageSettings):
         description="Benchmarks of a language model: tasks of lm-eval by name, task files or folders of them from the "
         "spec's folder, or {task, fewshot, limit, chat}. Metrics are <task>_<metric>, with intervals.",
     )
-    rows_per_range: int = result(10_000, "Rows of a range, where the recipe has metric_sums.", ge=1)
     args: Options = result(
         default_factory=dict, description="TrainingArguments for this stage; what is unset comes from train.args."
     )

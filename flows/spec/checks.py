@@ -341,8 +341,8 @@ def find_measured(spec: PipelineSpec, resolver: Resolver) -> list[str] | None:
         tree = files.trees.get(files.name_of(Path(recipe)))
         if defined is None or tree is None:
             return None
-        if measures := next((name for name in ("compute_metrics", "metrics_from_sums") if name in defined), None):
-            names = find_returned_names(tree, measures)
+        if "compute_metrics" in defined:
+            names = find_returned_names(tree, "compute_metrics")
             # The Trainer takes its prefix off those that have it already.
             return None if names is None else [*(name.removeprefix("eval_") for name in names), *named]
     return named

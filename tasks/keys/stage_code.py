@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 PREPARE = ("prepare", "list_sources", "prepare_shard")
 MODEL = ("build_model", "collate", "compute_loss_func", "callbacks", "Trainer")
-METRICS = ("compute_metrics", "metric_sums", "metrics_from_sums", "preprocess_logits_for_metrics")
+METRICS = ("compute_metrics", "preprocess_logits_for_metrics")
 EVALUATE = (*MODEL, *METRICS, "outcome_pairs", "after_evaluate")
 PREDICT = (*MODEL, "preprocess_logits_for_metrics", "prediction_columns")
 

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import textwrap
@@ -29,35 +28,17 @@ from tests.support.searching import rate, search_trainer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, rotate_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
-from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.errors import StorageError
 from trainer_lib.guard import start_time
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.launch.pool import apart, launch_workers
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.locks.claim import WRITING
 from trainer_lib.locks.lease import Holder
-from trainer_lib.protocol.requests import PreparedData, RecipeFile
+from trainer_lib.protocol.requests import PreparedData
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit, verify_files
 
-SUMS_ONLY = """
-def metric_sums(p):
-    right = p.predictions.argmax(-1) == p.label_ids
-    scores = p.predictions.astype(np.float64)
-    return {"right": right.sum(), "rows": len(right), "scores": scores.sum(0), "table": [[int(right.sum())], [1]]}
-
-
-def metrics_from_sums(sums):
-    assert sums["scores"].shape == (2,) and sums["table"].shape == (2, 1)
-    ranges = int(sums["table"][1, 0])
-    return {"accuracy": sums["right"] / sums["rows"], "score": float(sums["scores"][0]), "ranges": ranges}
-"""
-PLAIN = """
-def compute_metrics(p):
-    return {"accuracy": float((p.predictions.argmax(-1) == p.label_ids).mean())}
-"""
-SUMS = tiny.RECIPE.replace(PLAIN, SUMS_ONLY)
-ONE = LaunchConfig(kind="process", processes=1, threads=1)
 DROP: Any = {"env": {}, "on_line": lambda line: None, "on_event": lambda event: None}
 
 
@@ -67,46 +48,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreparedDat
     data = tiny.prepared(folder)
     tiny.run(tiny.train_request(folder, data, str(folder / "train")), kind="in_process")
     return folder, data
-
-
-def asked(tmp_path: Path, trained: tuple[Path, PreparedData], recipe: str = SUMS, **more: Any) -> Any:
-    folder, data = trained
-    return request(
-        tmp_path,
-        recipe,
-        "evaluate",
-        data=data,
-        model_url=f"{folder / 'train'}/model",
-        splits=("test", "train"),
-        args={"use_cpu": True, "per_device_eval_batch_size": 4},
-        **{"rows_per_range": 6, **more},
-    )
-
-
-def run(one: Any, workers: int = 1) -> dict[str, dict[str, float]]:
-    if workers > 1:
-        launch_workers(replace(one, step="ranges"), [ONE] * workers, **DROP)
-        one = replace(one, step="finish")
-    return dict(tiny.run(one, kind="in_process").metrics)
-
-
-def test_several_workers_and_one_give_the_same_digits(tmp_path: Path, trained: tuple[Path, PreparedData]) -> None:
-    alone = run(asked(tmp_path, trained))
-    assert {"loss", "accuracy", "score", "ranges"} == set(alone["test"])
-    assert (alone["test"]["ranges"], alone["train"]["ranges"]) == (5, 15)  # 25 and 90 rows, 6 at a time
-    assert alone["overall"]["weights"] > 0
-    for folder in ("sums", "records"):
-        shutil.rmtree(tmp_path / "out" / folder)
-    assert run(asked(tmp_path, trained), 2) == alone
-    # As a stage's own file of metrics, which has them in place of the recipe's.
-    own = RecipeFile(str(tmp_path / "metrics.py"), str(tmp_path), str(tmp_path / "recipe.py"))
-    (tmp_path / "metrics.py").write_text("import numpy as np\n\n\n" + SUMS_ONLY)
-    assert run(replace(asked(tmp_path, trained, tiny.RECIPE), recipe=own, output=str(tmp_path / "own"))) == alone
-    # The whole split at once differs by rounding only.
-    whole = run(asked(tmp_path / "whole", trained, tiny.RECIPE))
-    for split in ("test", "train"):
-        assert whole[split]["accuracy"] == alone[split]["accuracy"]
-        assert whole[split]["loss"] == pytest.approx(alone[split]["loss"], rel=1e-6)
 
 
 def test_two_ranks_share_out_evaluation_and_prediction(tmp_path: Path, trained: tuple[Path, PreparedData]) -> None:
@@ -136,22 +77,6 @@ def kill_holder(claims: Path) -> None:
 
     wait_until(look, 60)
     os.kill(holders[0].pid, signal.SIGKILL)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        (lambda text: text.replace("def metrics_from_sums", "def other"), "has only metric_sums"),
-        (lambda text: text + "\ndef compute_metrics(p): ...\n", "defines both metric_sums.. and compute_metrics"),
-        (lambda text: text.replace('"rows": len(right)', '"rows": "many"'), "'many' for 'rows'"),
-        (lambda text: text.replace("scores.sum(0)", "scores"), "returned arrays of shapes"),
-    ],
-)
-def test_sums_that_cannot_be_added_are_refused(
-    change: Any, words: str, tmp_path: Path, trained: tuple[Path, PreparedData]
-) -> None:
-    with pytest.raises(ConfigError, match=words):
-        run(asked(tmp_path, trained, change(SUMS)))
 
 
 # ---------------------------------------------------------------------------------------------- the sources of a recipe

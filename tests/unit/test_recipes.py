@@ -90,6 +90,7 @@ def test_what_a_recipe_defines_is_used(tmp_path: Path) -> None:
     [
         (MINIMAL.replace("prepare", "something_else"), r"no function prepare\(\)"),
         (MINIMAL.replace("build_model", "something_else"), r"no function build_model\(\)"),
+        (MINIMAL + "from operator import add as metric_sums\n", r"metric_sums\(\) of a recipe is not called"),
         (MINIMAL + "collate = 3\n", "The name collate is not a function"),
         (MINIMAL + "def collate(): pass\n", r"cannot be called as collate\(rows\)"),
         (MINIMAL + "collate = lambda: 5\n", r"cannot be called as collate\(rows\)"),

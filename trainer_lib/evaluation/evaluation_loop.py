@@ -54,11 +54,7 @@ def _deal_batches(loader: Any, comm: Communicator) -> Iterator[Micro]:
 
 
 class EvaluationLoop:
-    """One pass over a loader.
-
-    Attributes:
-        counted: after `run`, the sum of the losses, the target items and the samples of all ranks.
-    """
+    """One pass over a loader."""
 
     def __init__(
         self, hooks: Evaluator, *, loss_only: bool, ignore_keys: list[str] | None, keeps_predictions: bool = False
@@ -73,7 +69,6 @@ class EvaluationLoop:
         self._held: list[Any] = []
         self._loss: torch.Tensor | None = None
         self._items = 0
-        self.counted: tuple[float, int, int] = (0.0, 0, 0)
         self._samples = 0
         metric = None if loss_only else hooks.trainer.compute_metrics
         is_streamed = is_metric_object(metric) or (metric is not None and hooks.trainer.args.batch_eval_metrics)
@@ -172,7 +167,6 @@ class EvaluationLoop:
         # Summed on rank 0 and broadcast, so that every rank has the same digits.
         counted = comm.gather_json([total, self._items, self._samples] if leads(comm) else [0, 0, 0]) or []
         loss_sum, items, samples = comm.broadcast_json([sum(column) for column in zip(*counted, strict=True)])
-        self.counted = (loss_sum, items, samples)
         if samples == 0:
             remedy = "Give data that is not empty."
             raise DataError("There is nothing to evaluate.", field="eval_dataset", remedy=remedy)

@@ -1,10 +1,7 @@
 """`compute_metrics` in its forms, and what they have in common: update, merge, compute; results are checked numbers.
 
-    function         compute_metrics(p), once with all rows, or batch by batch with `batch_eval_metrics`
-    object           update(preds, target), compute(), reset(), as those of torchmetrics
-    pair of a recipe metric_sums(p) -> {name: number or array} of any rows, metrics_from_sums(sums) -> {name: float}
-
-Pairs merge (`metric_sums`).
+function         compute_metrics(p), once with all rows, or batch by batch with `batch_eval_metrics`
+object           update(preds, target), compute(), reset(), as those of torchmetrics
 """
 
 from __future__ import annotations

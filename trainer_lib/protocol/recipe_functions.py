@@ -36,8 +36,6 @@ CALLS: Mapping[str, tuple[str, ...]] = {
     "build_model": ("options", "data"),
     "collate": ("rows",),
     "compute_metrics": ("p",),
-    "metric_sums": ("p",),
-    "metrics_from_sums": ("sums",),
     "outcome_pairs": ("p",),
     "preprocess_logits_for_metrics": ("logits", "labels"),
     "compute_loss_func": ("outputs", "labels"),
@@ -52,7 +50,6 @@ LAST = {
     "compute_loss_func": "num_items_in_batch",
     "collate": "data",
     "compute_metrics": "data",
-    "metric_sums": "data",
     "outcome_pairs": "data",
 }
 OURS = ("trainer_lib", "trainflow")
@@ -75,6 +72,14 @@ def check_signature(name: str, signature: inspect.Signature, *, field: str, valu
     raise ConfigError(what, field=field, value=value, remedy=remedy)
 
 
+def refuse_sums(*, field: str, value: str) -> ConfigError:
+    """The error of a recipe with `metric_sums`, which an earlier trainflow called to measure ranges of rows."""
+    remedy = (
+        "Define it as def compute_metrics(p), or as an object with update, compute and reset that keeps no outputs."
+    )
+    return ConfigError("metric_sums() of a recipe is not called any more.", field=field, value=value, remedy=remedy)
+
+
 def check_function(name: str, function: Callable[..., Any], *, field: str, value: str) -> None:
     """Check a loaded function as `check_signature` does; one whose signature cannot be known passes."""
     try:
@@ -87,7 +92,11 @@ def check_function(name: str, function: Callable[..., Any], *, field: str, value
 def check_definitions(tree: ast.Module, *, field: str, value: str) -> None:
     """Check the functions that a recipe's file defines, without running it; decorated ones may take anything."""
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name in CALLS and not node.decorator_list:
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+            continue
+        if node.name == "metric_sums":
+            raise refuse_sums(field=field, value=value)
+        if node.name in CALLS:
             check_signature(node.name, _signature_of(node.args), field=field, value=value)
 
 

@@ -340,7 +340,7 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model at `model_url` on the splits. `step`: of `worker.evaluate_ranges` or `worker.measurable`."""
+    """Measure the model at `model_url` on the splits. `step`: all, or only to rehearse it."""
 
     model_url: str
     splits: tuple[str, ...]
@@ -349,7 +349,6 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     slices: tuple[str, ...] = ()
     show_inputs: bool = True
     importance_seconds: float = 10.0
-    rows_per_range: int = 10_000
     benchmarks: tuple[Benchmark, ...] = ()
     step: str = "all"
     named: dict[str, str] = field(default_factory=dict)

@@ -6,8 +6,6 @@ Only the first two functions are required::
     build_model(options, data) -> torch.nn.Module
     collate(rows) -> {name: Tensor}                  or collate(rows, data)
     compute_metrics(p: EvalPrediction) -> {name: float}      or compute_metrics(p, data)
-    metric_sums(p) -> {name: number or array}        or metric_sums(p, data); with
-    metrics_from_sums(sums) -> {name: float}         instead of compute_metrics: metrics that merge
     outcome_pairs(p) -> {"predictions": [...], "labels": [...]}      or outcome_pairs(p, data)
     preprocess_logits_for_metrics(logits, labels)
     compute_loss_func(outputs, labels, num_items_in_batch)
@@ -47,7 +45,6 @@ from typing_extensions import override
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError, TrainflowError
-from trainer_lib.evaluation.metric_sums import MergedMetrics
 from trainer_lib.protocol import recipe_functions
 from trainer_lib.protocol.recipe_functions import OURS, kind_of, user_error
 from trainer_lib.protocol.recipe_names import FOLDER
@@ -182,6 +179,8 @@ class Recipe:
     ) -> None:
         self.path, self.root, self.fallback = path, root, fallback
         self._module = module
+        if self._find("metric_sums") is not None:
+            raise recipe_functions.refuse_sums(field="recipe", value=str(path))
         for name in recipe_functions.CALLS:  # a missing function is reported before any work
             self._check(name, name in needs)
         self.collate = self._optional("collate")
@@ -189,7 +188,6 @@ class Recipe:
         self.preprocess_logits_for_metrics = self._optional("preprocess_logits_for_metrics")
         self.compute_loss_func = self._optional("compute_loss_func")
         self.after_evaluate = self._optional("after_evaluate")
-        self._sums = self._find_sums()
 
     def _refuse(self, what: str, remedy: str) -> ConfigError:
         return ConfigError(what, field="recipe", value=str(self.path), remedy=remedy)
@@ -216,23 +214,6 @@ class Recipe:
             what = "The recipe defines both prepare() and prepare_shard()."
             raise self._refuse(what, "Remove the one that is not used.")
         return defined == ["prepare_shard"] if defined or self.fallback is None else self.fallback.is_sharded
-
-    def _find_sums(self) -> list[Callable[..., Any]]:
-        """The functions of metrics that merge; none where the file that measures has `compute_metrics`.
-
-        Raises:
-            ConfigError: it has half of them, or metrics twice.
-        """
-        names = ("metric_sums", "metrics_from_sums")
-        if self.fallback is not None and not any(hasattr(self._module, name) for name in ("compute_metrics", *names)):
-            return self.fallback._find_sums()
-        defined = [name for name in names if getattr(self._module, name, None) is not None]
-        if len(defined) == 1:
-            raise self._refuse(f"The recipe has only {defined[0]}() of the two.", f"Define {names[0]} and {names[1]}.")
-        if defined and getattr(self._module, "compute_metrics", None) is not None:
-            what = "The recipe defines both metric_sums() and compute_metrics()."
-            raise self._refuse(what, "Remove one of them.")
-        return [Hook(self, name, getattr(self._module, name)) for name in defined]
 
     def prepare(self, options: Mapping[str, Any], out: PrepareOutput) -> dict[str, Iterable[Mapping[str, Any]]]:
         """The rows of every split. Errors while rows are generated are raised as ours, too.
@@ -297,7 +278,7 @@ class Recipe:
 
     def compute_metrics_with(self, data: DataInfo) -> Callable[..., Any] | None:
         """The function `compute_metrics` as a Trainer calls it; `data` for one that takes it. None without."""
-        return self.merged_metrics_with(data) or _given_data(self.compute_metrics, data)
+        return _given_data(self.compute_metrics, data)
 
     def outcome_pairs(self, given: EvalPrediction, data: DataInfo) -> dict[str, np.ndarray] | None:
         """The arrays that the function `outcome_pairs` makes of predictions and labels; None without it."""
@@ -306,13 +287,6 @@ class Recipe:
             return None
         with self.guarded():
             return {name: np.asarray(values) for name, values in recipe_functions.as_pairs(pairs(given)).items()}
-
-    def merged_metrics_with(self, data: DataInfo) -> MergedMetrics | None:
-        """The functions `metric_sums` and `metrics_from_sums`; None where the recipe's metrics do not merge."""
-        if not self._sums:
-            return None
-        sums, finish = self._sums
-        return MergedMetrics(_given_data(sums, data) or sums, finish)
 
     def trainer_class(self, default: type) -> type:
         """The recipe's subclass of the Trainer; `default` without one."""

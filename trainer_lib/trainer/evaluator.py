@@ -35,7 +35,6 @@ class Evaluator:
         self.trainer = trainer
         self.internals = internals
         self._is_keeping_mode = False
-        self.counted: tuple[float, int, int] = (0.0, 0, 0)  # of the newest `EvaluationLoop`
 
     def measure(self, loader: Any, what: str, ignore_keys: list[str] | None, prefix: str) -> EvalLoopOutput:
         """Run the Trainer's evaluation loop, and add its speed to the metrics."""
@@ -217,9 +216,7 @@ class EvaluationMethods(DataMethods):
             with evaluator.mode_kept(), torch.no_grad():
                 keeps = description == "Prediction"
                 loop = EvaluationLoop(evaluator, loss_only=loss_only, ignore_keys=ignore_keys, keeps_predictions=keeps)
-                output = loop.run(unwrap_prepared(dataloader), metric_key_prefix)
-                evaluator.counted = loop.counted
-                return output
+                return loop.run(unwrap_prepared(dataloader), metric_key_prefix)
         except Exception as error:
             if isinstance(error, TrainflowError) or not is_out_of_memory(error):
                 raise

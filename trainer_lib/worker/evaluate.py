@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import Subset
-from typing_extensions import override
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import read_layout
@@ -22,23 +21,19 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted, suggestion
-from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.data.rows.parts import SUMS, RangedParts, sum_parts
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
-from trainer_lib.errors import ConfigError, DamagedError, Interrupted, Preempted, first_line
+from trainer_lib.errors import ConfigError, Interrupted, Preempted, first_line
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.benchmarks import Suite
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.importance import BATCH, Dealt, list_plain_columns, measure_importance
-from trainer_lib.evaluation.metric_sums import MergedMetrics
-from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
+from trainer_lib.evaluation.metrics import is_metric_object
 from trainer_lib.evaluation.named_metrics import MAX_INTERVALS, SLICES, NamedMetrics, find_slices, measure_slices
 from trainer_lib.evaluation.outcomes import collect_inputs, find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
-from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult, PreparedData
 from trainer_lib.recipes import DataInfo, Recipe
@@ -47,116 +42,11 @@ from trainer_lib.recipes.shared.targets import measure_labels
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
-from trainer_lib.trainer import Trainer
 from trainer_lib.worker.predict import single_output
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, events_callback, load_weights
 from trainer_lib.worker.process.events import EventsCallback
-from trainer_lib.worker.process.session import Pace, Work
+from trainer_lib.worker.process.session import Work
 from trainer_lib.worker.train import HISTORY
-
-# Evaluation in ranges of rows, by any number of workers, for metrics that merge: one or many give the same digits.
-#
-#     sums/<split>/part-00002.json    what range 2 adds to the sums of `metric_sums`, of losses and samples
-#
-#     all       both of the following, or the evaluation of one group of processes where metrics do not merge
-#     ranges    measure those that no other worker takes
-#     finish    make metrics of all ranges
-#
-# Ranges are pulled through exclusive claims (`locks.shared_parts`), so that of a worker that is lost is measured by
-# another one. The sums are added in the order of the ranges.
-
-
-_LIMIT = 256 << 20
-
-
-def find_range_metrics(work: Work[EvaluateRequest], data: DataInfo) -> MergedMetrics | None:
-    """The metrics that this worker measures range by range; None where it needs all rows."""
-    recipe, request = work.recipe, work.request
-    needs_all_rows = request.resamples or request.confidence or request.metrics or request.slices
-    if needs_all_rows or recipe.trainer_class(Trainer) is not Trainer or work.world_size > 1:
-        return None
-    return recipe.merged_metrics_with(data)
-
-
-class RangeEvaluation:
-    """The ranges of one request, and the Trainer that measures them."""
-
-    def __init__(self, work: Work[EvaluateRequest], store: Store, trainer: Any, merged: MergedMetrics) -> None:
-        self._request = work.request
-        self._store = store
-        self._trainer = trainer
-        self._merged = merged
-        self._progress = _Progress(work, trainer)
-        trainer.add_callback(self._progress)
-
-    def measure(self, splits: Mapping[str, ArrowSplit]) -> None:
-        """Measure the ranges that no other worker takes; returns when every range is finished."""
-        self._progress.total = sum(map(len, splits.values()))
-        before = 0
-        for name, split in splits.items():
-            parts = self._parts(name, len(split))
-            # Each split has claims of its own.
-            with SharedParts(self._store.child(SUMS, name), parts, total=parts.total) as shared:
-                for part in shared:
-                    start, stop = parts.row_range(part)
-                    self._progress.begin(before + start, stop - start)
-                    found = json.dumps(self._measure(split, start, stop)).encode()
-                    if shared.is_ours(part):  # else another worker took it for lost, and writes the same
-                        parts.write(part, found, {})
-            before += len(split)
-
-    def metrics(self, name: str, rows: int) -> dict[str, float]:
-        """The metrics of a split whose ranges are all finished."""
-        loss, items, samples, sums = 0.0, 0, 0, None
-        for part in self._parts(name, rows).collect():
-            found = parse_json(self._store.read_bytes(part.files[0].path, limit=_LIMIT), dict)
-            loss, items, samples = loss + found["loss"], items + found["items"], samples + found["samples"]
-            sums = sums if found["sums"] is None else self._merged.merge(sums, found["sums"])
-        if samples != rows:
-            raise DamagedError(f"The ranges of the split '{name}' have {samples:,} of {rows:,} rows.", field=SUMS)
-        metrics = {} if sums is None else parse_metrics(self._merged.compute(sums))
-        metrics = {key.removeprefix("eval_"): float(value) for key, value in metrics.items()}
-        return {"loss": loss / items, **metrics} if items else metrics
-
-    def _parts(self, split: str, rows: int) -> RangedParts:
-        return sum_parts(self._store, split, rows=rows, rows_per_range=self._request.rows_per_range)
-
-    def _measure(self, split: ArrowSplit, start: int, stop: int) -> dict[str, Any]:
-        trainer, before = self._trainer, self._trainer.compute_metrics
-        batch_by_batch, trainer.args.batch_eval_metrics = trainer.args.batch_eval_metrics, False
-        trainer.compute_metrics = self._merged.add
-        try:
-            evaluator = trainer._trainflow.evaluator
-            trainer.evaluation_loop(trainer._trainflow.loaders.range_loader(split, start, stop), "Evaluation")
-        finally:
-            trainer.compute_metrics, trainer.args.batch_eval_metrics = before, batch_by_batch
-        loss, items, samples = evaluator.counted
-        return {"sums": self._merged.take(), "loss": loss, "items": items, "samples": samples}
-
-
-class _Progress(TrainerCallback):
-    """Says how far a worker is, twice a second at the most."""
-
-    def __init__(self, work: Work[EvaluateRequest], trainer: Any) -> None:
-        self._events = work.events
-        self._size = int(trainer.args.per_device_eval_batch_size)
-        self.total = 0
-        self._done = self._first = self._now = self._most = 0
-        self._pace = Pace()
-
-    def begin(self, row: int, rows: int) -> None:
-        """Begin with a range of so many rows, whose first one is `row` of all splits."""
-        self._done, self._first, self._now, self._most = self._done + self._now, row, 0, rows
-
-    @override
-    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Count a batch."""
-        self._now = min(self._most, self._now + self._size)
-        if not self._pace.is_due():
-            return
-        row = self._first + self._now
-        self._events.emit("progress", step=row, max_steps=self.total, row=row, rows=self._done + self._now)
-
 
 # The step *rehearse* of evaluate: refuses, before a training, what its evaluation could not measure after it.
 #
@@ -287,7 +177,7 @@ OVERALL = "overall"  # what after_evaluate measured belongs to no split
 
 
 def run(work: Work[EvaluateRequest]) -> EvaluateResult:
-    """Evaluate every split, or only try to (`worker.measurable`). The result is complete on rank 0."""
+    """Evaluate every split, or only try to (`rehearse`). The result is complete on rank 0."""
     request = work.request
     store = Store.open(request.output, field="storage")
     prepared = to_record(request.data)
@@ -299,20 +189,9 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     args = arguments(work, "evaluate", store.url)
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
-    merging = find_range_metrics(work, data)
     events = events_callback(work, args)
-    trainer = build_trainer(work, args, model, [] if merging is not None else [events])
-    measured: list[FileEntry] = []
-    warnings: list[str] = []
-    if merging is None:
-        metrics, measured, warnings = _of_all_rows(work, store, trainer, splits, data, events)
-    else:
-        ranges = RangeEvaluation(work, store, trainer, merging)
-        if request.step != "finish":
-            ranges.measure(splits)
-        if request.step == "ranges":
-            return EvaluateResult((), {})
-        metrics = {name: ranges.metrics(name, len(split)) for name, split in splits.items()}
+    trainer = build_trainer(work, args, model, [events])
+    metrics, measured, warnings = _of_all_rows(work, store, trainer, splits, data, events)
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history, data.build_first = _history(request.model_url), partial(build_model, work, args, data)

@@ -285,6 +285,7 @@ SIGNATURES = [
     ("prediction_columns(predictions)", "(predictions, data)"),
     ("after_evaluate(model)", "after_evaluate(model, data, options)"),
     ("collate(rows, *, width)", "collate(rows, *, width) cannot be called as collate(rows)"),
+    ("metric_sums(p)", "metric_sums() of a recipe is not called any more"),
     ("compute_loss_func(outputs, labels)", None),
     ("compute_loss_func(outputs, labels, num_items_in_batch=None)", None),
     ("compute_metrics(p, compute_result=True)", None),

@@ -101,7 +101,6 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "benchmarks": ["piqa"],
         "show_inputs": False,
         "importance_seconds": 0,
-        "rows_per_range": 5,
     },
     PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},
     PublishConfig: {

@@ -18,12 +18,11 @@ import pytest
 
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainer_lib.model_folder.description import ModelDescription
-from trainer_lib.protocol.requests import EvaluateRequest, EvaluateResult, PreparedData, PrepareRequest
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.protocol.requests import PrepareRequest
+from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.mlflow.mlflow_registry import Flavor
 from trainflow.flows.reports.run_tracking import SystemLoad, parse_gpus
-from trainflow.tasks import evaluate
-from trainflow.tasks.configs import EvaluateConfig, LaunchSettings
+from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.model.logged_models import describe_flavor
 from trainflow.tasks.prefect import prefect_client
@@ -207,40 +206,6 @@ def test_an_error_names_its_own_section() -> None:
         Resolver().launch(LaunchSettings(kind="process", processes=2), use_cpu=True, section="evaluate")
     with pytest.raises(ConfigError, match=r"^evaluate\.args\.seed"):
         Resolver().arguments({"seed": -1}, prefix="evaluate.args")
-
-
-def evaluated(folder: Path, recipe: str, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The launches of an evaluation with two processes: (step, processes) of each."""
-    (folder / "recipe.py").write_text(recipe)
-    launches: list[Any] = []
-
-    def shared(request: Any, settings: Any, *_: Any) -> tuple[EvaluateResult, ...]:
-        launches.append((request.step, "shared"))
-        return (EvaluateResult((), {}),) * 2
-
-    def alone(request: Any, settings: Any, *_: Any) -> EvaluateResult:
-        launches.append((request.step, settings.processes))
-        return EvaluateResult((), {})
-
-    monkeypatch.setattr(evaluate, "launch_shared", shared)
-    monkeypatch.setattr(evaluate, "launch_request", alone)
-    monkeypatch.setattr(evaluate, "apart", lambda config: [config] * 2)
-    store = Store.open(folder / "out")
-    attempt: Any = SimpleNamespace(store=store)
-    context = StageContext(name="shared", recipe=str(folder / "recipe.py"), storage=str(folder), root=str(folder))
-    data, args = PreparedData("", {}, {}, ()), {"use_cpu": True}
-    request = EvaluateRequest(output=store.url, data=data, model_url="", splits=(), args=args)
-    evaluate._measure(EvaluateConfig(), request, LaunchSettings(processes=2), context, attempt)
-    return launches
-
-
-def test_sums_are_shared_and_functions_and_objects_are_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    function = "def compute_metrics(p):\n    return {}\n"
-    sums = "def metric_sums(p):\n    return {}\n\n\ndef metrics_from_sums(sums):\n    return {}\n"
-    an_object = "from torchmetrics import MeanMetric\n\ncompute_metrics = MeanMetric()\n"
-    assert evaluated(tmp_path, sums, monkeypatch) == [("ranges", "shared"), ("finish", 1)]
-    for recipe in (function, an_object):
-        assert evaluated(tmp_path, recipe, monkeypatch) == [("all", 2)]
 
 
 BERT = {"config.json": json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}).encode()}

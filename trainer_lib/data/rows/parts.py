@@ -21,7 +21,6 @@ from trainer_lib.locks.shared_parts import BLOCK, block_name
 from trainer_lib.storage import FileEntry, Store
 
 FOLDER = "predictions"
-SUMS = "sums"
 ERROR = "error"
 """Column with what is wrong with a row, where bad rows are allowed."""
 RECORDS = "records"
@@ -195,8 +194,3 @@ def numbered_parts(store: Store, key: str, file_format: str) -> NumberedParts:
 def split_parts(store: Store, split: str, *, rows: int, rows_per_file: int) -> RangedParts:
     """The files with a split's predictions below a stage's folder."""
     return RangedParts(store, f"{FOLDER}/{split}", "parquet", rows=rows, rows_per_part=rows_per_file)
-
-
-def sum_parts(store: Store, split: str, *, rows: int, rows_per_range: int) -> RangedParts:
-    """The files with what ranges of a split's rows add to the sums of its metrics, while it is evaluated."""
-    return RangedParts(store, f"{SUMS}/{split}", "json", rows=rows, rows_per_part=rows_per_range)
