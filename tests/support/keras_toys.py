@@ -51,6 +51,12 @@ def classifier(dropout: float = 0.0, *, norm: bool = False, seed: int = 1) -> An
     return model
 
 
+def built(model: Any, features: Any) -> Any:
+    """The model, after one call with a batch of features."""
+    model(features)
+    return model
+
+
 def decay(steps: int) -> Any:
     """A schedule of Keras that falls from 0.01 to 0 in so many steps."""
     return keras().optimizers.schedules.PolynomialDecay(1e-2, steps, 0.0)

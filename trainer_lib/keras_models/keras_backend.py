@@ -1,4 +1,4 @@
-"""Keras on torch: its first import, names of parameters, optimizers, writers, and data sets of (features, labels)."""
+"""Keras on torch: its first import, names of parameters, optimizers, and data sets of (features, labels)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -17,7 +16,6 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
-from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.data.loading.fetch import is_pure_collator
 from trainer_lib.data.loading.loader import has_length
@@ -216,59 +214,6 @@ def use_schedule(optimizer: Any, schedule: Any) -> None:
         raise refusal("optimizers", message, remedy, schedule)
     if present is not schedule:
         optimizer.learning_rate = schedule
-
-
-def polynomial_decay(args: TrainingArguments, steps: int) -> Any:
-    """A schedule of so many steps: the warm-up, then a polynomial decay to 0 of power `poly_power`."""
-    keras, warmup = import_keras(), args.get_warmup_steps(steps)
-    power, decaying = getattr(args, "poly_power", 1.0), max(1, steps - warmup)
-    schedule = keras.optimizers.schedules.PolynomialDecay(args.learning_rate, decaying, 0.0, power)
-    if not warmup:
-        return schedule
-    rate = args.learning_rate
-
-    class WarmUp(keras.optimizers.schedules.LearningRateSchedule):  # type: ignore[misc, name-defined]
-        def __call__(self, step: Any) -> Any:
-            number = keras.ops.cast(step, "float32")
-            share = number / warmup
-            return keras.ops.where(share < 1.0, rate * share, schedule(number - warmup))
-
-        def get_config(self) -> dict[str, Any]:
-            decay = keras.saving.serialize_keras_object(schedule)
-            return {"initial_learning_rate": rate, "decay_schedule_fn": decay, "warmup_steps": warmup}
-
-    return WarmUp()
-
-
-def default_optimizer(args: TrainingArguments, rate: Any, variables: Any, whole: set[int]) -> Any:
-    """Adam or, with weight decay, AdamW; the tensors with the ids `whole` do not decay."""
-    optimizers = import_keras().optimizers
-    adam = {"beta_1": args.adam_beta1, "beta_2": args.adam_beta2, "epsilon": args.adam_epsilon}
-    if not args.weight_decay:
-        return optimizers.Adam(rate, **adam)
-    optimizer = optimizers.AdamW(rate, weight_decay=args.weight_decay, **adam)
-    optimizer.exclude_from_weight_decay(var_list=[variable for variable in variables if id(variable.value) in whole])
-    return optimizer
-
-
-def as_writer(writer: Any) -> Any:
-    """A writer with the methods of torch's; one of TensorFlow is wrapped, and stays open. Raises ConfigError."""
-    if callable(getattr(writer, "add_scalar", None)):
-        return writer
-    if not callable(getattr(writer, "as_default", None)):
-        remedy = "Give a SummaryWriter of torch or of TensorFlow."
-        raise refusal("tb_writer", "It has neither add_scalar() nor as_default().", remedy, writer)
-    summary: Any = importlib.import_module("tensorflow").summary  # imported already: it made the writer
-
-    def add_scalar(name: str, value: float, step: int) -> None:
-        with writer.as_default():
-            summary.scalar(name, value, step=step)
-
-    def add_text(name: str, text: str) -> None:
-        with writer.as_default():
-            summary.text(name, text, step=0)
-
-    return SimpleNamespace(add_scalar=add_scalar, add_text=add_text, flush=writer.flush)
 
 
 # -- data sets of (features, labels) -----------------------------------------------------------------------------------

@@ -131,7 +131,6 @@ class TFHooks:
 
     def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
         """Set up the optimizer and the schedule; those of Keras get the names of torch's."""
-        self._tf._trainflow_steps = num_training_steps
         self._tf.create_optimizer_and_scheduler(num_training_steps=num_training_steps)
         self._tf._trainflow_wrap_optimizer()
 
@@ -161,13 +160,13 @@ class TFTrainer(Trainer):
     the names of a mapping of labels) and returns (loss, logits); the one of ``model.compile(loss=...)``.
 
     Args:
-        model: a `keras.Model`; one that is not built yet is built with the first sample.
+        model: a `keras.Model` that is built.
         args: the arguments; a basic set with output_dir "tmp_trainer" when not given.
         train_dataset, eval_dataset: data sets; for evaluation also a mapping of them by name.
         compute_metrics: `EvalPrediction -> {name: number}`.
-        tb_writer: a `SummaryWriter` of torch or of TensorFlow that the log is written to.
-        optimizers: a Keras optimizer and a Keras schedule to use instead of Adam with a polynomial decay; each may be
-            None. An optimizer and a schedule of torch are taken as well.
+        tb_writer: a `torch.utils.tensorboard.SummaryWriter` that the log is written to.
+        optimizers: a Keras optimizer and a Keras schedule to use instead of torch's AdamW with a linear decay; the
+            schedule may be None. An optimizer and a schedule of torch are taken as well.
         data_collator, model_init, callbacks, further: as of `Trainer`.
 
     Raises:
@@ -177,8 +176,7 @@ class TFTrainer(Trainer):
     """
 
     _trainflow_arguments_class = TFTrainingArguments
-    # Of the training or evaluation that is running: steps, target items of the step, left-out outputs, metric prefix.
-    _trainflow_steps = 0
+    # Of the training or evaluation that is running: target items of the step, left-out outputs, metric prefix.
     _trainflow_items: Any = None
     _trainflow_ignored: Sequence[str] = ()
     _trainflow_prefix = "eval"
@@ -211,7 +209,10 @@ class TFTrainer(Trainer):
         if of_keras and model_init is not None:
             message = "The optimizer holds variables of another model: model_init makes a new one for every training."
             raise refusal("optimizers", message, "Override create_optimizer_and_scheduler.")
-        writer = [] if tb_writer is None else [TensorBoardCallback(keras_backend.as_writer(tb_writer))]
+        if tb_writer is not None and not callable(getattr(tb_writer, "add_scalar", None)):
+            remedy = "Give a torch.utils.tensorboard.SummaryWriter."
+            raise refusal("tb_writer", "The writer has no method add_scalar().", remedy, tb_writer)
+        writer = [] if tb_writer is None else [TensorBoardCallback(tb_writer)]
         super().__init__(
             model=model,
             args=args,
@@ -251,7 +252,7 @@ class TFTrainer(Trainer):
         self.label_names = ["labels"]  # where a `Batch` has them
 
     def _trainflow_adopt(self, model: Any) -> None:
-        """Build the model if it is not built, and register its variables with torch."""
+        """Refuse a model that cannot be trained, and register its variables with torch."""
         keras = self._trainflow_package
         if not keras_backend.is_keras_model(model):
             raise refusal("model", "A TFTrainer trains Keras models.", "Give a keras.Model, or use Trainer.", model)
@@ -263,24 +264,9 @@ class TFTrainer(Trainer):
         is_single = inputs is not None and not isinstance(inputs, Mapping) and len(model.inputs) == 1
         self._trainflow_collate.one_input = isinstance(model, keras.Sequential) or is_single
         if not model.built:
-            self._trainflow_build(model)
+            remedy = "Give it an Input layer, or call it once with a batch."
+            raise refusal("model", "The Keras model is not built: it has no variables yet.", remedy, model)
         keras_backend.register_parameters(model)
-
-    def _trainflow_build(self, model: Any) -> None:
-        """Call the model once with the first sample: Keras creates its variables then."""
-        sets, sample = self.eval_dataset, None
-        first = next(iter(sets.values()), None) if isinstance(sets, Mapping) else sets
-        for dataset in (as_dataset(self.train_dataset), as_dataset(first)):
-            # Reading from a stream that cannot start again would lose a sample.
-            if sample is None and dataset is not None and (has_length(dataset) or iter(dataset) is not dataset):
-                sample = next(iter(dataset), None)
-        if sample is None:
-            message = "The Keras model is not built, and there is no sample to build it with."
-            raise refusal("model", message, "Give it an Input layer, or call it once with a batch.", model)
-        batch, device = self._prepare_input(self._trainflow_collate([sample])), self._trainflow.world.device
-        with torch.no_grad(), placed_on(device):
-            model(batch["features"], training=False)
-        model.to(device)
 
     # -- data ---------------------------------------------------------------------------------------------------------
 
@@ -374,12 +360,9 @@ class TFTrainer(Trainer):
         try:
             return model.compute_loss(x=features, y=labels, y_pred=outputs, training=training)
         except IndexError as error:
-            classes = outputs.shape[-1] if isinstance(labels, torch.Tensor) and isinstance(outputs, torch.Tensor) else 0
-            if not classes or 0 <= (least := int(labels.min())) <= (most := int(labels.max())) < classes:
-                raise
-            what = f"Labels from {least} to {most} do not fit the model's {classes} outputs."
+            message = f"The loss does not take these labels: {str(error).rstrip('.')}."
             remedy = "Count classes from 0 on, and give the last layer an output per class."
-            raise refusal("labels", what, remedy, most) from error
+            raise refusal("labels", message, remedy) from error
 
     @override
     def compute_loss(
@@ -434,44 +417,6 @@ class TFTrainer(Trainer):
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
 
     @override
-    def create_optimizer_and_scheduler(self, num_training_steps: int) -> None:
-        """Set up the optimizer and the schedule: those that were given, or Adam with a polynomial decay.
-
-        With weight decay it is AdamW, with `warmup_steps` the decay follows a warm-up; `poly_power` is its power. Where
-        `optim`, `optim_args`, `lr_scheduler_type` or `lr_scheduler_kwargs` ask for something else, it is torch's. An
-        override sets `self.optimizer` and `self.lr_scheduler`, to Keras objects or torch's.
-        """
-        self._trainflow_steps = num_training_steps
-        super().create_optimizer_and_scheduler(num_training_steps)
-
-    @override
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        if self.optimizer is not None:
-            return super().create_optimizer(model)
-        args, schedule = self.args, self.lr_scheduler
-        is_adam = str(args.optim) == args.default_optim and args.optim_args is None
-        is_adam = is_adam and self.optimizer_cls_and_kwargs is None
-        is_linear = args.lr_scheduler_type == "linear" and not args.lr_scheduler_kwargs
-        if is_adam and (is_linear or schedule is not None):
-            keras_model: Any = self.model
-            rate = float(args.learning_rate)  # a schedule that was given takes its place
-            if schedule is None:
-                rate = keras_backend.polynomial_decay(args, self._trainflow_steps)
-            names = set(self.get_decay_parameter_names(keras_model))
-            whole = {id(tensor) for name, tensor in keras_model.named_parameters() if name not in names}
-            self.optimizer = keras_backend.default_optimizer(args, rate, keras_model.trainable_variables, whole)
-            self._trainflow_wrap_optimizer()
-        elif schedule is not None:
-            message = "A Keras schedule was given, and the arguments ask for a torch optimizer, which cannot follow it."
-            remedy = "Give a Keras optimizer as well, or choose the schedule by lr_scheduler_type."
-            raise refusal("optimizers", message, remedy)
-        elif (power := getattr(args, "poly_power", 1.0)) != 1.0:
-            message = "Only the schedule of TFTrainer's own Adam has this power, and the arguments ask for another."
-            remedy = 'Give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.'
-            raise refusal("poly_power", message, remedy, power)
-        return super().create_optimizer(model)
-
-    @override
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
         self._trainflow_wrap_optimizer()
         return super().create_scheduler(num_training_steps, self.optimizer)
@@ -484,6 +429,10 @@ class TFTrainer(Trainer):
                 keras_backend.use_schedule(optimizer, schedule)
             wrapped = KerasOptimizer(optimizer, model.trainable_variables, self._trainflow.world.device)
             self.optimizer, self.lr_scheduler = wrapped, KerasSchedule(wrapped)
+        elif schedule is not None and not callable(getattr(schedule, "step", None)):
+            message = "A Keras schedule was given without a Keras optimizer; torch's optimizer cannot follow it."
+            remedy = "Give a Keras optimizer as well, or choose the schedule by lr_scheduler_type."
+            raise refusal("optimizers", message, remedy, schedule)
 
     @override
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:

@@ -367,9 +367,16 @@ def create_scheduler(args: TrainingArguments, optimizer: Optimizer, num_training
     """Make the schedule that the arguments ask for, over `num_training_steps` optimizer steps.
 
     The two metric schedules watch for a larger metric when `greater_is_better`, unless their settings give a mode.
+    The `poly_power` of `TFTrainingArguments` is the power of the linear schedule's decay.
     """
     kind = SchedulerType(args.lr_scheduler_type)
     settings = dict(args.lr_scheduler_kwargs or {})
+    if (power := getattr(args, "poly_power", 1.0)) != 1.0:
+        if kind is not SchedulerType.LINEAR or settings:
+            what = f"The schedule {kind}{' with lr_scheduler_kwargs' if settings else ''} does not have this setting."
+            remedy = 'Remove it, or give lr_scheduler_type="polynomial" and lr_scheduler_kwargs={"power": …}.'
+            raise ConfigError(what, field="poly_power", value=power, remedy=remedy)
+        kind, settings = SchedulerType.POLYNOMIAL, {"power": power, "lr_end": 0.0}
     if kind in METRIC_SCHEDULES and args.greater_is_better is not None:
         settings.setdefault("mode", "max" if args.greater_is_better else "min")
     return get_scheduler(kind, optimizer, args.get_warmup_steps(num_training_steps), num_training_steps, settings)

@@ -13,7 +13,6 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.enums import IntervalStrategy, SaveStrategy
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.groups import Seq2SeqArguments
-from trainer_lib.arguments.training import TFArguments
 from trainer_lib.data.loading.loader import has_length
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.metrics import is_metric_object
@@ -58,10 +57,6 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
     for name, needed in needs.items():
         if getattr(args, name, None):
             _log.warning("%s = %s has no effect without %s.", name, getattr(args, name), needed)
-    if isinstance(args, TFArguments) and not issubclass(wanted, TFArguments) and args.poly_power != 1.0:
-        what = "The argument has no effect on a Trainer."
-        remedy = 'Use TFTrainer, or lr_scheduler_type="polynomial" with lr_scheduler_kwargs={"power": …}.'
-        raise ConfigError(what, field="poly_power", value=args.poly_power, remedy=remedy)
     for name, (asked, remedy) in _UNSERVED.items():
         if asked(args):
             what = "This version does not serve the argument."

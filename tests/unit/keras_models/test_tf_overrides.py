@@ -14,10 +14,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.support import keras_toys
 from tests.support.keras_toys import (
     PLAIN,
     arrays,
+    built,
     classifier,
     decay,
     keras,
@@ -29,7 +29,7 @@ from tests.support.keras_toys import (
 )
 from tests.support.repository import ROOT
 from tests.support.training import accuracy, losses
-from trainer_lib import TFTrainer, TFTrainingArguments, Trainer, TrainerCallback, TrainingArguments
+from trainer_lib import TFTrainer, TFTrainingArguments, TrainerCallback, TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError, DataError
 
 pytestmark = [
@@ -171,7 +171,8 @@ def test_a_writer_gets_the_log(tmp_path: Path) -> None:
 
 def test_saved_weights_fit_a_model_of_the_same_code_in_any_process(tmp_path: Path) -> None:
     """Keras numbers layers through the process: the second model here has other names than the first one."""
-    one = trained(tmp_path, pairs(8), save_strategy="epoch")
+    adam = keras().optimizers.Adam
+    one = trained(tmp_path, pairs(8), save_strategy="epoch", optimizers=(adam(0.1), None))
     one.save_model(str(tmp_path / "saved"))
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     parts = enumerate(("kernel", "bias") * 2)
@@ -180,7 +181,7 @@ def test_saved_weights_fit_a_model_of_the_same_code_in_any_process(tmp_path: Pat
     again.model.load_state_dict(saved)
     x, _ = arrays(5)
     np.testing.assert_array_equal(again.model.predict(x, verbose=0), one.model.predict(x, verbose=0))
-    resumed = trainer(tmp_path, pairs(8), num_train_epochs=3, save_strategy="epoch")
+    resumed = trainer(tmp_path, pairs(8), num_train_epochs=3, save_strategy="epoch", optimizers=(adam(0.1), None))
     resumed.train(resume_from_checkpoint=True)
     assert int(resumed.optimizer.iterations) == 6
     other = trainer(tmp_path, pairs(8), optimizers=(keras().optimizers.SGD(0.1), None))
@@ -199,7 +200,7 @@ def test_layers_of_one_name_are_all_trained_and_saved(tmp_path: Path) -> None:
         def call(self, x: Any) -> Any:
             return self.other(self.one(x))
 
-    twins = Twins()
+    twins = built(Twins(), arrays(1)[0])
     twins.compile(loss=module.losses.SparseCategoricalCrossentropy(from_logits=True))
     one = trainer(tmp_path, pairs(8), model=twins, optimizers=(module.optimizers.Adam(0.1), None))
     assert len(list(twins.parameters())) == 4
@@ -228,14 +229,14 @@ def test_the_best_model_is_loaded_and_callbacks_and_metrics_see_the_keras_model(
 # -- arguments, and what is refused -----------------------------------------------------------------------------------
 def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
     own: Any = type("Own", (keras_model(),), {"train_step": lambda self, data: None})
-    unmade = keras().Sequential([keras().layers.Dense(3)])  # it has no loss either
+    lossless = keras().Sequential([keras().layers.Input((5,)), keras().layers.Dense(3)])
     used = keras().optimizers.Adam(0.1)
     trainer(tmp_path, pairs(8), optimizers=(used, None)).train()
     cases: list[tuple[type[Exception], str, dict[str, Any]]] = [
         (ConfigError, "trains Keras models", {"model": torch.nn.Linear(2, 2)}),
         (ConfigError, "label_smoothing_factor", {"label_smoothing_factor": 0.1}),
-        (ConfigError, "poly_power", {"poly_power": 2.0, "optim": "sgd"}),
-        (ConfigError, "cannot follow it", {"optimizers": (None, decay(4)), "optim": "sgd"}),
+        (ConfigError, "poly_power", {"poly_power": 2.0, "lr_scheduler_type": "cosine"}),
+        (ConfigError, "cannot follow it", {"optimizers": (None, decay(4))}),
         (ConfigError, "add_scalar", {"tb_writer": print}),
         (ConfigError, "past_index", {"past_index": 1}),
         (ConfigError, "bf16_full_eval", {"bf16_full_eval": True}),
@@ -244,8 +245,8 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
         (ConfigError, "use_ema", {"optimizers": (keras().optimizers.Adam(0.1, use_ema=True), None)}),
         (ConfigError, "built for the variables of another model", {"optimizers": (used, None)}),
         (ConfigError, r"overrides train_step.*Override training_step", {"model": own()}),
-        (ConfigError, "no sample to build it with", {"model": unmade, "data": None}),
-        (ConfigError, "has no loss", {"model": unmade}),
+        (ConfigError, "is not built.*call it once", {"model": keras().Sequential([keras().layers.Dense(3)])}),
+        (ConfigError, "has no loss", {"model": lossless}),
         (ConfigError, "no labels", {"data": [(row,) for row, _ in pairs(8)]}),
         (DataError, "3 parts", {"data": [(row, label, 1.0) for row, label in pairs(8)]}),
         (DataError, "not a set of pairs", {"data": arrays(8)}),
@@ -314,12 +315,9 @@ def test_the_arguments_have_the_older_members_but_for_those_of_a_tpu() -> None:
         TFTrainingArguments("out", xla=True)
 
 
-def test_the_arguments_of_a_trainer_will_do_but_not_the_power_of_the_decay_for_a_trainer(tmp_path: Path) -> None:
+def test_the_arguments_of_a_trainer_will_do(tmp_path: Path) -> None:
     args = TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, disable_tqdm=True, save_strategy="no")
     TFTrainer(classifier(), args, pairs(8)).train()
-    assert keras_toys.arguments(tmp_path).poly_power == 1.0
-    with pytest.raises(ConfigError, match=r"poly_power = 2.0: .*Use TFTrainer"):
-        Trainer(torch.nn.Linear(2, 2), keras_toys.arguments(tmp_path, poly_power=2.0), train_dataset=pairs(4))
 
 
 def test_the_pages_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

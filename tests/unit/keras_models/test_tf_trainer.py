@@ -12,7 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.keras_toys import PLAIN, arrays, classifier, decay, fit, keras, keras_model, pairs, trained, trainer
+from tests.support.keras_toys import (
+    PLAIN,
+    arrays,
+    built,
+    classifier,
+    decay,
+    fit,
+    keras,
+    keras_model,
+    pairs,
+    trained,
+    trainer,
+)
 from tests.support.resuming import prove
 from tests.support.training import losses
 from trainer_lib import TFTrainer
@@ -48,29 +60,23 @@ def test_a_given_keras_optimizer_trains_as_in_fit(name: str, tmp_path: Path) -> 
     assert int(one.optimizer.iterations) == 12 and one.lr_scheduler(3) == pytest.approx(FALLING[3])
 
 
-def test_without_an_optimizer_it_is_adam_with_a_polynomial_decay(tmp_path: Path) -> None:
-    """`warmup_steps` and `poly_power` shape the schedule; with weight decay it is AdamW."""
+def test_without_an_optimizer_it_is_adamw_with_a_polynomial_decay(tmp_path: Path) -> None:
+    """`warmup_steps` and `poly_power` shape the schedule; biases do not decay."""
     one = trained(tmp_path, pairs(24), warmup_steps=4, poly_power=2.0, weight_decay=0.1)
-    assert isinstance(one.optimizer.keras_optimizer, keras().optimizers.AdamW)
-    assert [one.optimizer._use_weight_decay(each) for each in one.model.trainable_variables] == [True, False] * 2
+    assert isinstance(one.optimizer, torch.optim.AdamW)
+    assert [(group["weight_decay"], len(group["params"])) for group in one.optimizer.param_groups] == [(0.1, 2), (0, 2)]
     rising = [1e-2 * step / 4 for step in range(4)]
     falling = [1e-2 * (1 - step / 8) ** 2 for step in range(8)]
     np.testing.assert_allclose(rates(one), rising + falling, rtol=1e-5, atol=1e-9)
     assert losses(one)[-1] < losses(one)[0]
-    plain = trainer(tmp_path / "plain", pairs(24))
-    plain.create_optimizer_and_scheduler(num_training_steps=12)
-    assert isinstance(plain.optimizer.keras_optimizer, keras().optimizers.Adam)
-    schedule = plain.optimizer.keras_optimizer._learning_rate
-    assert isinstance(schedule, keras().optimizers.schedules.PolynomialDecay)
     # A schedule beside an optimizer is followed.
     beside = trained(tmp_path / "beside", pairs(24), optimizers=(keras().optimizers.Adam(1.0), decay(12)), **PLAIN)
     np.testing.assert_allclose(rates(beside), FALLING, rtol=1e-5)
 
 
-def test_arguments_that_ask_for_another_optimizer_or_schedule_get_torchs(tmp_path: Path) -> None:
+def test_an_optimizer_of_torch_may_be_given_or_chosen_by_the_arguments(tmp_path: Path) -> None:
     one = trained(tmp_path, pairs(24), optim="sgd", lr_scheduler_type="cosine")
     assert isinstance(one.optimizer, torch.optim.SGD)
-    assert one.state.log_history[0]["learning_rate"] == pytest.approx(1e-2)
     given = torch.optim.SGD(classifier().parameters(), 0.1)
     assert trainer(tmp_path / "given", pairs(4), optimizers=(given, None)).optimizer is given
 
@@ -107,7 +113,8 @@ def test_a_model_that_takes_labels_computes_its_loss_over_all_target_items(tmp_p
         torch.manual_seed(0)
         batches: dict[str, Any] = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 4 // size}
         keras().utils.set_random_seed(0)
-        tagging = trained(tmp_path / str(size), rows, model=Tagger(), eval_dataset=rows[:5], **batches)
+        tagger = built(Tagger(), {"input_ids": drawn[:1]})
+        tagging = trained(tmp_path / str(size), rows, model=tagger, eval_dataset=rows[:5], **batches)
         runs.append(losses(tagging))
         assert math.isfinite(tagging.evaluate()["eval_loss"])
     np.testing.assert_allclose(runs[0], runs[1], rtol=1e-5)
@@ -129,7 +136,7 @@ def test_mappings_of_inputs_and_labels_go_to_the_model_by_name(tmp_path: Path) -
             return {"loss": (logits[:, 0] - start_positions).square().mean(), "logits": logits, "end": end_positions}
 
     rows = [(row, {"start_positions": int(y), "end_positions": int(y) + 1}) for row, y in pairs(8)]
-    one = trained(tmp_path, rows, model=Spans(), num_train_epochs=1)
+    one = trained(tmp_path, rows, model=built(Spans(), arrays(1)[0]), num_train_epochs=1)
     assert set(seen) == {((4,), (4,))}
     out = one.predict(rows)
     assert [part.shape for part in out.predictions] == [(8, 2), (8,)]
@@ -160,7 +167,7 @@ def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path
 
 
 def test_a_label_without_an_output_is_named_with_the_outputs(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"Labels from 3 to 3 do not fit the model's 3 outputs"):
+    with pytest.raises(ConfigError, match=r"labels: .*Target 3 is out of bounds.*Count classes from 0"):
         trained(tmp_path, [(row, np.int64(3)) for row, _ in pairs(4)], **PLAIN)
 
 
@@ -179,9 +186,9 @@ def test_regularizers_count_once_per_step_whatever_computes_the_loss(tmp_path: P
             return logits if labels is None else (torch.nn.functional.cross_entropy(logits, labels), logits)
 
     given: dict[str, Any] = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4, "max_steps": 1}
-    own = trained(tmp_path / "own", pairs(8), model=Own(), **given)
+    own = trained(tmp_path / "own", pairs(8), model=built(Own(), arrays(1)[0]), **given)
     func = {"compute_loss_func": torch.nn.functional.cross_entropy}
-    by_func = trained(tmp_path / "func", pairs(8), model=Own(), **func, **given)
+    by_func = trained(tmp_path / "func", pairs(8), model=built(Own(), arrays(1)[0]), **func, **given)
     expected = math.log(3) + 0.1 * 15  # equal logits, and a kernel of 5 x 3 ones
     np.testing.assert_allclose([*losses(own), *losses(by_func)], expected, rtol=1e-5)
 
@@ -221,9 +228,6 @@ def test_any_iterable_trains_evaluates_and_predicts(kind: Any, tmp_path: Path) -
     other = trained(tmp_path / "other", pairs(12), eval_dataset=pairs(6, seed=2), **PLAIN)
     assert losses(one) == losses(other) and one.evaluate()["eval_loss"] == other.evaluate()["eval_loss"]
     np.testing.assert_array_equal(one.predict(kind(pairs(5))).predictions, other.predict(pairs(5)).predictions)
-    unbuilt = keras().Sequential([keras().layers.Dense(3)])
-    trainer(tmp_path / "unbuilt", kind(pairs(4)), model=unbuilt, max_steps=1)
-    assert unbuilt.built
 
 
 def test_a_tensorflow_data_set_is_shuffled_by_seed_and_epoch(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def tensorflow() -> Any:
 
 @pytest.mark.needs("tensorflow")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorFlow's own
-def test_a_real_data_set_trains_like_a_list_resumes_and_a_writer_gets_the_log(tensorflow: Any, tmp_path: Path) -> None:
+def test_a_real_data_set_trains_like_a_list_and_resumes(tensorflow: Any, tmp_path: Path) -> None:
     def dataset(count: int) -> Any:
         return tensorflow.data.Dataset.from_tensor_slices(arrays(count))
 
@@ -264,9 +268,8 @@ def test_a_real_data_set_trains_like_a_list_resumes_and_a_writer_gets_the_log(te
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
         return trainer(folder, dataset(22), model=classifier(0.5), callbacks=callbacks, **settings)
 
-    writer = tensorflow.summary.create_file_writer(str(tmp_path / "log"))
     settings = {"train_sampling_strategy": "sequential"}
-    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), tb_writer=writer, **settings)
+    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), **settings)
     endless = trainer(tmp_path / "endless", dataset(24), cls=Mine, eval_dataset=dataset(12), max_steps=12)
     other = trainer(tmp_path / "other", pairs(24), eval_dataset=pairs(12), **settings)
     for each in (one, endless, other):
@@ -274,11 +277,6 @@ def test_a_real_data_set_trains_like_a_list_resumes_and_a_writer_gets_the_log(te
         assert losses(each) == losses(one)
         assert each.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"])
     assert one.predict(dataset(5)).predictions.tolist() == other.predict(pairs(5)).predictions.tolist()
-    writer.close()
-    reading: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
-    events = reading.EventAccumulator(str(tmp_path / "log"))
-    events.Reload()
-    assert "train/loss" in events.Tags()["tensors"]
     prove(make, tmp_path / "resumed", 8)
 
 
@@ -287,17 +285,13 @@ def seeds(one: Any) -> dict[str, list[int]]:
     return capture_seeds(one.model)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "stop"), [(None, 2), ("Adam", 4), ("SGD", 2), ("Nadam", 4), ("Adafactor", 2), ("torch", 4)]
-)
+@pytest.mark.parametrize(("optimizer", "stop"), [(None, 2), ("Adam", 4), ("SGD", 2), ("Nadam", 4), ("Adafactor", 2)])
 def test_a_resumed_training_equals_an_uninterrupted_one(optimizer: str | None, stop: int, tmp_path: Path) -> None:
-    """Dropout, BatchNorm, accumulation, a smaller last step; the default optimizer, given ones, and torch's."""
+    """Dropout, BatchNorm, accumulation, a smaller last step; torch's optimizer, and those of Keras."""
 
     def make(folder: Path, *callbacks: Any) -> Any:
         given: dict[str, Any] = {"gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 3}
-        if optimizer == "torch":
-            given["optim"] = "adamw_torch"
-        elif optimizer is not None:
+        if optimizer is not None:
             more = {"momentum": 0.9} if optimizer == "SGD" else {}
             schedule = keras().optimizers.schedules.CosineDecay(1e-2, 6)
             given["optimizers"] = (getattr(keras().optimizers, optimizer)(schedule, **more), schedule)
@@ -324,7 +318,7 @@ def test_an_evaluation_leaves_no_trace_in_the_seeds(tmp_path: Path) -> None:
     ends = []
     for name, given in (("plain", {}), ("evaluated", {"eval_strategy": "steps", "eval_steps": 1})):
         module.utils.set_random_seed(0)
-        one = trained(tmp_path / name, pairs(16), model=Noisy(), eval_dataset=pairs(8), **given)
+        one = trained(tmp_path / name, pairs(16), model=built(Noisy(), arrays(1)[0]), eval_dataset=pairs(8), **given)
         ends.append((seeds(one), {k: v.clone() for k, v in one.model.state_dict().items()}))
     assert ends[0][0] == ends[1][0] and "global" in ends[0][0]
     assert all(torch.equal(value, ends[1][1][name]) for name, value in ends[0][1].items())
