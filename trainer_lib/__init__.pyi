@@ -1,5 +1,12 @@
 """The public names of trainer_lib by their modules: the one list, for type checkers, editors and `__init__.py`."""
 
+from transformers import (
+    DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
+    DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
+    DataCollatorForTokenClassification as DataCollatorForTokenClassification,
+    DataCollatorWithFlattening as DataCollatorWithFlattening,
+)
+
 from trainer_lib.arguments import (
     ArgumentParser as ArgumentParser,
     HfArgumentParser as HfArgumentParser,
@@ -32,18 +39,12 @@ from trainer_lib.callbacks.base import (
 from trainer_lib.checkpoint.catalogue import get_last_checkpoint as get_last_checkpoint
 from trainer_lib.data.loading.collators import (
     DataCollator as DataCollator,
-    DataCollatorForMultipleChoice as DataCollatorForMultipleChoice,
     DataCollatorForSeq2Seq as DataCollatorForSeq2Seq,
-    DataCollatorForTokenClassification as DataCollatorForTokenClassification,
     DataCollatorWithPadding as DataCollatorWithPadding,
     DefaultDataCollator as DefaultDataCollator,
     default_data_collator as default_data_collator,
 )
-from trainer_lib.data.loading.masking import (
-    DataCollatorForLanguageModeling as DataCollatorForLanguageModeling,
-    DataCollatorForPermutationLanguageModeling as DataCollatorForPermutationLanguageModeling,
-    DataCollatorWithFlattening as DataCollatorWithFlattening,
-)
+from trainer_lib.data.loading.masking import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
 from trainer_lib.installation import install as install, uninstall as uninstall
 from trainer_lib.keras_models.tf_trainer import TFTrainer as TFTrainer
 from trainer_lib.model_folder.loaded import LoadedModel as LoadedModel, load_model as load_model

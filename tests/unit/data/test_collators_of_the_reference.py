@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,14 +14,13 @@ import trainer_lib
 from tests.support.tiny_models import masking_tokenizer as tokens
 from trainer_lib import (
     DataCollatorForLanguageModeling,
-    DataCollatorForPermutationLanguageModeling,
     DataCollatorForSeq2Seq,
-    DataCollatorWithFlattening,
     DataCollatorWithPadding,
     default_data_collator,
 )
+from trainer_lib.base.public_names import attach
 from trainer_lib.data.loading.fetch import is_pure_collator
-from trainer_lib.errors import ConfigError, DataError
+from trainer_lib.errors import ConfigError, DataError, MissingExtraError
 
 transformers = pytest.importorskip("transformers")
 MASK = 2
@@ -30,6 +30,7 @@ EXPORTS = (
     *("DataCollatorForSeq2Seq", "DataCollatorForTokenClassification", "DataCollatorWithFlattening"),
     *("DataCollatorWithPadding", "DefaultDataCollator", "default_data_collator", "DataCollator"),
 )
+RARE = [name for name in EXPORTS if name.endswith(("Choice", "PermutationLanguageModeling", "TokenClassification"))]
 
 
 def assert_same(ours: Any, theirs: Any) -> None:
@@ -54,41 +55,36 @@ def test_every_export_of_the_reference_is_one_of_ours() -> None:
     assert hasattr(module, "DataCollatorMixin")
 
 
+@pytest.mark.parametrize("name", [*RARE, "DataCollatorWithFlattening"])
+def test_a_rare_collator_is_that_of_transformers_and_missed_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert getattr(trainer_lib, name) is getattr(transformers, name)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    lookup, names, public = attach("trainer_lib", trainer_lib.__file__)
+    assert name not in public and "Trainer" in public and "Trainer" in names()
+    with pytest.raises(MissingExtraError, match=rf"{name} is that of transformers.*trainflow\[transformers\]"):
+        lookup(name)
+
+
 def both(name: str, *given: Any, features: list[Any], kind: str, **settings: Any) -> tuple[Any, Any]:
     """The batches of our collator of this name and of the reference's."""
     made = [getattr(lib, name)(*given, **settings, return_tensors=kind) for lib in (trainer_lib, transformers)]
     return tuple(collate([dict(row) for row in features]) for collate in made)
 
 
-def labelled(label: str) -> list[Any]:
-    return [{**row, label: list(range(len(row["input_ids"])))} for row in ROWS]
-
-
 ROWS: list[Any] = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}]
 PAIRS: list[Any] = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10]}]
-FLAT: list[Any] = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7]}, {"input_ids": [8], "labels": [8]}]
 MIXED: list[list[Any]] = [
     [{"a": 1, "label": 2}, {"a": 2, "label": 0}],
     [{"x": [1, 2], "label_ids": [0, 1]}, {"x": [3, 4], "label_ids": [1, 1]}],
     [{"x": np.ones(2, np.float32), "label": 0.5}, {"x": np.zeros(2, np.float32), "label": 1.5}],
 ]
-FLATTENED: list[dict[str, Any]] = [
-    {},
-    {"return_position_ids": False},
-    {"return_flash_attn_kwargs": True, "return_seq_idx": True},
-    {"separator_id": -7, "position_ids_start": 2},
-]
 WIDTHS: list[dict[str, Any]] = [{}, {"pad_to_multiple_of": 4}, {"padding": "max_length", "max_length": 5}]
 # Collator -> whether it has a tokenizer, features, settings.
 EQUAL: dict[str, tuple[bool, list[list[Any]], list[dict[str, Any]]]] = {
-    "DataCollatorForTokenClassification": (
-        True, [labelled("labels"), labelled("label"), ROWS],
-        [{}, {"pad_to_multiple_of": 4}, {"label_pad_token_id": -1}]),
     "DataCollatorForSeq2Seq": (True, [PAIRS, ROWS], WIDTHS),
     "DataCollatorWithPadding": (True, [[{**row, "label": 1} for row in ROWS]], [{}]),
     "DataCollatorForLanguageModeling": (True, [ROWS], [{"mlm": False}]),
     "DefaultDataCollator": (False, MIXED, [{}]),
-    "DataCollatorWithFlattening": (False, [FLAT, ROWS], FLATTENED),
 }  # fmt: skip
 
 
@@ -103,19 +99,11 @@ def test_batches_are_those_of_transformers(name: str, side: str, kind: str) -> N
             assert_same(*both(name, *positional, features=rows, kind=kind, **more))
 
 
-def test_the_default_function_and_flattening_take_settings_by_call() -> None:
+def test_the_default_function_takes_settings_by_call() -> None:
     for kind in KINDS:
         for rows in MIXED:
             theirs = transformers.default_data_collator(rows, return_tensors=kind)
             assert_same(default_data_collator(rows, return_tensors=kind), theirs)
-    assert DataCollatorWithFlattening(separator_id=-7)(FLAT, separator_id=3)["labels"][0, 0] == 3
-
-
-def test_several_choices() -> None:
-    features = [{"input_ids": [[5, 6], [7]], "labels": 1}, {"input_ids": [[8], [9, 10, 11]], "labels": 0}]
-    assert_same(*both("DataCollatorForMultipleChoice", tokens(), features=features, kind="pt"))
-    ours = trainer_lib.DataCollatorForMultipleChoice(tokens())(features, return_tensors="np")
-    assert ours["input_ids"].shape == (2, 2, 3) and isinstance(ours["labels"], np.ndarray)
 
 
 def test_default_stacks_every_kind_of_column_and_keeps_its_meaning() -> None:
@@ -208,36 +196,14 @@ def test_whole_words_have_transformers_own_share() -> None:
     assert shares[0] == pytest.approx(shares[1], abs=0.03)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_permuted_batches_have_the_shapes_and_rules_of_the_reference(kind: str) -> None:
-    features = [{"input_ids": [5, 6, 7, 8, 9, 10, 11, 1]}, {"input_ids": [12, 13, 14, 15, 16, 17, 18, 1]}]
-    torch.manual_seed(0)
-    ours, theirs = both("DataCollatorForPermutationLanguageModeling", tokens(), features=features, kind=kind)
-    assert set(ours) == set(theirs)
-    for name, value in theirs.items():
-        assert type(ours[name]) is type(value) and tuple(ours[name].shape) == tuple(value.shape)
-    for batch in (ours, theirs):
-        ids, labels = torch.as_tensor(batch["input_ids"]), torch.as_tensor(batch["labels"])
-        mask = torch.as_tensor(batch["perm_mask"])
-        targets = labels != -100
-        assert (ids[targets] == MASK).all() and not targets[:, -1].any()
-        assert (mask[:, :, :][~targets[:, None, :].expand_as(mask)] == 0).all()  # only targets are hidden
-        assert all((mask[row].diagonal()[targets[row]] == 1).all() for row in range(2))  # and each from itself
-        assert torch.equal(torch.as_tensor(batch["target_mapping"]), torch.eye(8).repeat(2, 1, 1))
-
-
-def test_masks_need_a_mask_token_words_their_offsets_and_permutations_an_even_length() -> None:
+def test_masks_need_a_mask_token_and_words_their_offsets() -> None:
     unmasked = tokens()
     unmasked.mask_token = None
     with pytest.raises(ConfigError, match=r"mlm = True: The tokenizer has no mask token\. Give mlm=False"):
         DataCollatorForLanguageModeling(unmasked)
     assert DataCollatorForLanguageModeling(unmasked, mlm=False)
-    with pytest.raises(ConfigError, match="no mask token"):
-        DataCollatorForPermutationLanguageModeling(unmasked)
     with pytest.raises(DataError, match="offset_mapping"):
         DataCollatorForLanguageModeling(tokens(), whole_word_mask=True)([{"input_ids": [5, 6]}])
-    with pytest.raises(DataError, match="even"):
-        DataCollatorForPermutationLanguageModeling(tokens())([{"input_ids": [5, 6, 7]}])
 
 
 def test_masking_replaces_as_the_paper_says() -> None:

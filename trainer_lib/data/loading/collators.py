@@ -1,10 +1,8 @@
 """Collators turn a list of samples into a batch of tensors.
 
 `default_data_collator` needs no tokenizer. The others need an object with a `pad` method, such as a tokenizer of
-`transformers`: ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``. Those for masked
-and permuted language models are in `masking`; `flattening` concatenates without padding.
-
-With ``return_tensors="np"`` all of them return NumPy arrays of the same values, shapes and kinds.
+`transformers`: ``pad(features, padding=…, max_length=…, pad_to_multiple_of=…, return_tensors="pt")``. That for language
+models is in `masking`. With ``return_tensors="np"`` all of them return NumPy arrays of the same values and kinds.
 """
 
 from __future__ import annotations
@@ -203,49 +201,7 @@ class DataCollatorForSeq2Seq(DataCollatorMixin):
         return _pad_rows(self, labels, longest)
 
 
-@dataclass
-class DataCollatorForTokenClassification(DataCollatorMixin):
-    """Pads inputs with the tokenizer, and the labels of their tokens to the same length with -100."""
-
-    tokenizer: Pads
-    padding: bool | str = True
-    max_length: int | None = None
-    pad_to_multiple_of: int | None = None
-    label_pad_token_id: int = IGNORED
-    return_tensors: str = "pt"
-
-    @override
-    def torch_call(self, features: list[Any]) -> dict[str, Any]:
-        """The batch: inputs and ``label`` or ``labels``, tensors ``[batch, sequence]``."""
-        label_name = "label" if "label" in features[0] else "labels"
-        batch = _pad(self, _without(features, label_name))
-        if label_name in features[0]:
-            rows = [row[label_name] for row in features]
-            batch[label_name] = _pad_rows(self, rows, batch["input_ids"].shape[1])
-        return batch
-
-
-@dataclass
-class DataCollatorForMultipleChoice(DataCollatorWithPadding):
-    """Pads samples of several choices, so that all choices of all samples have one length."""
-
-    @override
-    def torch_call(self, features: list[Any]) -> dict[str, Any]:
-        """The batch: inputs ``[batch, choices, sequence]``, ``labels`` ``[batch]``."""
-        label_name = "label" if "label" in features[0] else "labels"
-        choices = len(features[0]["input_ids"])
-        rows = [
-            {name: values[choice] for name, values in row.items()}
-            for row in _without(features, label_name)
-            for choice in range(choices)
-        ]
-        batch = {name: values.view(len(features), choices, -1) for name, values in _pad(self, rows).items()}
-        batch["labels"] = torch.tensor([int(row[label_name]) for row in features], dtype=torch.int64)
-        return batch
-
-
 PURE: tuple[type, ...] = (DefaultDataCollator, StoredRowsCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
-PURE += (DataCollatorForTokenClassification, DataCollatorForMultipleChoice)
 """Collators that draw no random numbers for certain; a subclass may."""
 
 

@@ -1,4 +1,4 @@
-"""Collators for masked, causal and permuted language models.
+"""The collator for masked and causal language models.
 
 In our loaders the random numbers of a sample depend only on (seed, epoch, sample), so neither the micro-batch nor the
 number of workers or processes changes them. Elsewhere they come from the collator's seed or from torch's generator.
@@ -13,15 +13,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from trainer_lib.data.loading.collators import IGNORED, DataCollatorMixin, columns_of, returned_as, seeds_of_samples
+from trainer_lib.data.loading.collators import IGNORED, DataCollatorMixin, columns_of, seeds_of_samples
 from trainer_lib.errors import ConfigError, DataError
 
 _INT64 = 0x7FFFFFFFFFFFFFFF
 _MASKING = 0x6D61736B  # separates the random numbers of a sample's mask from those of its dataset
-
-
-def _as_rows(features: list[Any]) -> list[Mapping[str, Any]]:
-    return [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
 
 
 def _generators(count: int, seed: int | None, own: torch.Generator | None) -> Iterator[torch.Generator | None]:
@@ -30,10 +26,6 @@ def _generators(count: int, seed: int | None, own: torch.Generator | None) -> It
     for row in range(count):
         known = None if seeds is None else (seeds[row] ^ (seed or 0) ^ _MASKING) & _INT64
         yield own if known is None else torch.Generator().manual_seed(known)
-
-
-def _special_tokens(inputs: torch.Tensor, tokenizer: Any) -> torch.Tensor:
-    return torch.isin(inputs, torch.tensor(sorted(tokenizer.all_special_ids), dtype=torch.int64))
 
 
 @dataclass
@@ -92,7 +84,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
     @override
     def torch_call(self, features: list[Any]) -> dict[str, Any]:
         """The batch, with ``input_ids`` and ``labels`` ``[batch, sequence]``; labels that are not targets are -100."""
-        rows = _as_rows(features)
+        rows = [row if isinstance(row, Mapping) else {"input_ids": row} for row in features]
         # The tokenizer cannot pad offsets.
         offsets = [row.get("offset_mapping") for row in rows]
         plain = [{name: value for name, value in row.items() if name != "offset_mapping"} for row in rows]
@@ -122,7 +114,10 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
             offset_mapping: for samples (start, end) of their tokens in the text; with `whole_word_mask`.
         """
         labels, inputs = inputs.clone(), inputs.clone()
-        special = _special_tokens(inputs, self.tokenizer) if special_tokens_mask is None else special_tokens_mask.bool()
+        if special_tokens_mask is None:
+            special = torch.isin(inputs, torch.tensor(sorted(self.tokenizer.all_special_ids), dtype=torch.int64))
+        else:
+            special = special_tokens_mask.bool()
         chance, replacement, word = self._draw_numbers(inputs.shape)
         if self.whole_word_mask:
             chance = self._chance_of_words(chance, special, offset_mapping)
@@ -171,128 +166,3 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         if self.seed is not None and self._generator is None:
             self._generator = torch.Generator().manual_seed(self.seed)
         return self._generator
-
-
-@dataclass
-class DataCollatorForPermutationLanguageModeling(DataCollatorMixin):
-    """Batches for permuted language models: spans to predict, and which token may see which.
-
-    Spans of 1 to `max_span_length` tokens are targets, in contexts of their length divided by `plm_probability`.
-    The two halves of a sequence are permuted alike, since a memory of half its length is assumed. Source: Yang et al.,
-    "XLNet" (2019, https://arxiv.org/abs/1906.08237).
-
-    Raises:
-        ConfigError: the tokenizer has no mask token.
-        DataError: a batch has an odd number of tokens in a sequence.
-    """
-
-    tokenizer: Any
-    plm_probability: float = 1 / 6
-    max_span_length: int = 5
-    return_tensors: str = "pt"
-
-    def __post_init__(self) -> None:
-        if getattr(self.tokenizer, "mask_token_id", None) is None:
-            what = "The tokenizer has no mask token."
-            remedy = "Add one: tokenizer.add_special_tokens({'mask_token': '[MASK]'})."
-            raise ConfigError(what, field="tokenizer", value=type(self.tokenizer).__name__, remedy=remedy)
-
-    @override
-    def torch_call(self, features: list[Any]) -> dict[str, Any]:
-        """The batch: ``input_ids``, ``labels`` ``[batch, sequence]``; masks ``[batch, sequence, sequence]``."""
-        rows = [{"input_ids": row["input_ids"]} for row in _as_rows(features)]
-        padded = self.tokenizer.pad(rows, return_tensors="pt")["input_ids"]
-        inputs, perm_mask, target_mapping, labels = self.torch_mask_tokens(padded)
-        return {"input_ids": inputs, "perm_mask": perm_mask, "target_mapping": target_mapping, "labels": labels}
-
-    def torch_mask_tokens(self, inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Masked inputs ``[batch, sequence]``, permutation mask and target mapping, and labels.
-
-        ``perm_mask[b, i, j]`` is 1 where token i must not see token j. The mapping is the identity: the i-th prediction
-        is of the i-th token.
-        """
-        count, width = inputs.shape
-        if width % 2:
-            what = "The two halves of a sequence are permuted alike, so its length must be even."
-            remedy = "Pad or cut the samples to an even number of tokens."
-            raise DataError(what, field="input_ids", value=width, remedy=remedy)
-        labels, inputs = inputs.clone(), inputs.clone()
-        special = _special_tokens(inputs, self.tokenizer)
-        if self.tokenizer.pad_token_id is not None:
-            special |= inputs == self.tokenizer.pad_token_id
-        masked = torch.zeros(count, width, dtype=torch.bool)
-        perm_mask = torch.zeros(count, width, width)
-        for row, generator in enumerate(_generators(count, None, None)):
-            masked[row] = self._draw_spans(width, generator) & ~special[row]
-            half = torch.randperm(width // 2, generator=generator)
-            order = torch.cat([half, half + width // 2])
-            # Tokens that are neither targets nor special come first: all others may see them.
-            order[~masked[row] & ~special[row]] = -1
-            perm_mask[row] = ((order[:, None] <= order[None, :]) & masked[row]).float()
-        inputs[masked] = self.tokenizer.mask_token_id
-        labels[~masked] = IGNORED
-        return inputs, perm_mask, torch.eye(width).repeat(count, 1, 1), labels
-
-    def _draw_spans(self, width: int, generator: torch.Generator | None) -> torch.Tensor:
-        """The tokens of the spans to predict, ``[sequence]``, bool."""
-
-        def draw(below: int) -> int:
-            return int(torch.randint(below, (), generator=generator))
-
-        masked, done = torch.zeros(width, dtype=torch.bool), 0
-        while done < width:
-            span = 1 + draw(self.max_span_length)
-            context = int(span / self.plm_probability)
-            start = done + draw(context - span + 1)
-            masked[start : start + span] = True
-            done += context
-        return masked
-
-
-@dataclass
-class DataCollatorWithFlattening(DataCollatorMixin):
-    """Concatenates the samples of a batch to one sequence, without padding; attention must know where they begin.
-
-    Args:
-        return_tensors: "pt" or "np".
-        return_position_ids: add ``position_ids``, which start again at `position_ids_start` with every sample.
-        separator_id: the label of the samples' first tokens, which no token before them predicts.
-        return_flash_attn_kwargs: add ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
-        return_seq_idx: add ``seq_idx``, the numbers of the tokens' samples.
-        position_ids_start: position of a sample's first token; RoBERTa's models count from 2.
-    """
-
-    return_tensors: str = "pt"
-    return_position_ids: bool = True
-    separator_id: int = IGNORED
-    return_flash_attn_kwargs: bool = False
-    return_seq_idx: bool = False
-    position_ids_start: int = 0
-    is_pure = True
-
-    @override
-    def __call__(
-        self, features: list[Any], return_tensors: str | None = None, separator_id: int | None = None
-    ) -> dict[str, Any]:
-        """The batch, ``input_ids``, ``labels`` and more, ``[1, tokens]``."""
-        batch = self._flatten(features, self.separator_id if separator_id is None else separator_id)
-        return returned_as(batch, return_tensors or self.return_tensors)
-
-    def _flatten(self, features: list[Any], separator: int) -> dict[str, Any]:
-        rows = [torch.as_tensor(row["input_ids"], dtype=torch.int64) for row in features]
-        lengths = [len(row) for row in rows]
-        batch: dict[str, Any] = {"input_ids": torch.cat(rows)[None]}
-        given = [torch.as_tensor(row.get("labels", row["input_ids"]), dtype=torch.int64) for row in features]
-        first = torch.tensor([separator])
-        batch["labels"] = torch.cat([part for row in given for part in (first, row[1:])])[None]
-        if self.return_position_ids:
-            positions = torch.cat([torch.arange(length) for length in lengths])
-            batch["position_ids"] = positions[None] + self.position_ids_start
-        if self.return_seq_idx:
-            numbers = torch.arange(len(lengths), dtype=torch.int32)
-            batch["seq_idx"] = numbers.repeat_interleave(torch.tensor(lengths))[None]
-        if self.return_flash_attn_kwargs:
-            ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = ends
-            batch["max_length_q"] = batch["max_length_k"] = max(lengths)
-        return batch
