@@ -145,11 +145,11 @@ def prepare_records(total: int) -> dict[str, Any]:
         columns = {"x": "float64", "label": "int64"}
         one = {"rows": 10, "lengths": [10], "columns": columns, "own_ids": False}
         parts.write(part, files, {"train": {**one, "statistics": statistics}})
-    split = SplitOfParts("train")
+    split = SplitOfParts()
     with _Measured(counts) as read:
-        for number, found in parts.read_all():
+        for _, found in parts.read_all():
             assert found is not None
-            split.add(str(number), found.notes["splits"]["train"], found.files)
+            split.add(found.notes["splits"]["train"], found.files)
     assert split.rows == 10 * total
     return {"sources": total, **read.of(total)}
 

@@ -24,9 +24,9 @@ from trainer_lib.data.rows.mixture import FIELD, count_sources
 from trainer_lib.data.rows.row_sources import describe_hidden
 from trainer_lib.data.rows.shards import write_split
 from trainer_lib.data.rows.source_parts import (
-    FirstColumns,
     SourceParts,
     SplitOfParts,
+    check_columns,
     count_repeated_ids,
     describe_unusual,
     write_rows,
@@ -124,13 +124,37 @@ def _parts_of(work: Work[PrepareRequest], store: Store, listed: dict[str, Any]) 
 
 def _write_parts(work: Work[PrepareRequest], store: Store, sources: list[Any], parts: SourceParts) -> None:
     report = _Report(work, len(sources))
-    columns = FirstColumns(parts, lambda part: _shown(sources[part]))
+    firsts = dict[str, tuple[int, dict[str, str]]]()
     with SharedParts(store, parts, total=len(sources)) as shared:
         for part in shared:
             files, splits = _write_part(work, store, part, sources[part], report)
             if shared.is_ours(part):  # else another worker took it for lost, and writes the same
-                columns.check(part, splits)
+                _compare_columns(parts, sources, firsts, part, splits)
                 parts.write(part, files, splits)
+
+
+def _compare_columns(
+    parts: SourceParts,
+    sources: list[Any],
+    firsts: dict[str, tuple[int, dict[str, str]]],
+    part: int,
+    splits: dict[str, Any],
+) -> None:
+    """Compare the columns of a part with those of the first one that has rows, by split, which `firsts` keeps.
+
+    Raises:
+        DataError: they differ. Either source may be mended, so neither part is finished any more.
+    """
+    for name, split in splits.items():
+        if not split["rows"]:
+            continue
+        first, expected = firsts.setdefault(name, (part, split["columns"]))
+        try:
+            check_columns(name, _shown(sources[first]), expected, _shown(sources[part]), split["columns"])
+        except DataError:
+            parts.forget(first)
+            parts.forget(part)
+            raise
 
 
 def _write_part(
@@ -238,6 +262,7 @@ def _put_together(
 ) -> tuple[dict[str, SplitOfParts], list[int]]:
     """The splits, and the numbers of the parts that are missing or damaged: the splits are whole if there are none."""
     found, lost = dict[str, SplitOfParts](), list[int]()
+    firsts = dict[str, tuple[int, dict[str, str]]]()
     report, expected = _Report(work, len(sources)), 0
     for number, part in parts.read_all(verify=verify):
         report.put_together(number)
@@ -245,10 +270,11 @@ def _put_together(
         expected = number + 1
         if lost or part is None:
             continue
+        _compare_columns(parts, sources, firsts, number, part.notes["splits"])
         files = iter(part.files)
         for name, split in part.notes["splits"].items():
             own = itertools.islice(files, len(split["lengths"]))
-            found.setdefault(name, SplitOfParts(name)).add(_shown(sources[number]), split, own)
+            found.setdefault(name, SplitOfParts()).add(split, own)
     return found, [*lost, *range(expected, len(sources))]
 
 

@@ -15,7 +15,7 @@ from tests.support import tiny
 from tests.support.launched import request
 from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.shards import ArrowSplit
-from trainer_lib.data.rows.source_parts import FirstColumns, SourceParts, merge
+from trainer_lib.data.rows.source_parts import merge
 from trainer_lib.errors import CodeError, ConfigError, DataError
 from trainer_lib.protocol.requests import PreparedData, PrepareResult
 from trainer_lib.storage import Store
@@ -205,30 +205,19 @@ def test_a_source_with_other_columns_ends_the_preparation_at_once(
     assert (caught.value.field, caught.value.value) == ("prepare_shard", "3")
     assert re.match(remedy, str(caught.value.remedy))
     assert _calls(tmp_path) == ["2", "3"]
-    # It was not recorded as finished: once it is mended, nothing else is prepared again.
-    if "2" not in options.get("labels", {}):
-        assert _prepare(tmp_path, [2, 3, 4, 5]).splits["train"].rows == 10
-        assert _calls(tmp_path) == ["2", "3", "3", "4", "5"]
+    # Once either is mended, both are prepared again.
+    assert _prepare(tmp_path, [2, 3, 4, 5]).splits["train"].rows == 10
+    assert _calls(tmp_path) == ["2", "3", "2", "3", "4", "5"]
 
 
-def test_a_worker_compares_its_columns_with_those_of_others(tmp_path: Path) -> None:
-    def written(columns: dict[str, str]) -> dict[str, Any]:
-        rows = 1 if columns else 0
-        return {"rows": rows, "lengths": [], "columns": columns, "own_ids": False, "statistics": {}}
-
-    store = Store.open(tmp_path)
-    parts = SourceParts(store, lambda part: {"source": part})
-    ours = FirstColumns(parts, str)
-    x, y = {"x": "int64"}, {"x": "float64"}
-    ours.check(2, {"train": written(x), "test": written(x)})  # nothing is finished
-    ours.check(4, {"train": written(x)})
-    parts.write(0, [], {"train": written(x), "test": written({})})
-    parts.write(1, [], {"train": written(x), "test": written(y)})
-    ours.check(5, {"train": written(x)})
-    with pytest.raises(DataError, match="split 'test' differ in column 'x': float64 in 1, int64 in 6"):
-        ours.check(6, {"train": written(x), "test": written(x)})
-    with pytest.raises(DataError, match="split 'train' differ in column 'x': int64 in 0, float64 in 7"):
-        ours.check(7, {"train": written(y)})
+def test_other_columns_of_earlier_commands_are_found_and_a_mended_source_is_read_again(tmp_path: Path) -> None:
+    for options in ({"bad": 3}, {"floats": [3], "bad": 4}):
+        with pytest.raises(CodeError):
+            _prepare(tmp_path, [2, 3, 4], **options)
+    with pytest.raises(DataError, match="split 'train' differ in column 'label': int64 in 2, float64 in 3"):
+        _prepare(tmp_path, [2, 3, 4])
+    assert _prepare(tmp_path, [2, 3, 4]).splits["train"].rows == 6
+    assert _calls(tmp_path) == ["2", "3", "3", "4", "4", "2", "3"]
 
 
 OPENING_RECIPE = """

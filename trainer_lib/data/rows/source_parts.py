@@ -184,71 +184,24 @@ class SplitOfParts:
         has_own_ids: whether rows of some part came with ids.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self) -> None:
         self.rows = 0
         self.files: list[FileEntry] = []
         self.lengths: list[int] = []
         self.columns: dict[str, str] = {}
         self.statistics: Statistics = {}
         self.has_own_ids = False
-        self._name = name
-        self._first = ""
 
-    def add(self, source: str, part: Mapping[str, Any], files: Iterable[FileEntry]) -> None:
-        """Add what a part has of the split, made from `source` (a text); one without rows changes nothing.
-
-        Raises:
-            DataError: its columns are not those of the first part; the error names both sources.
-        """
+    def add(self, part: Mapping[str, Any], files: Iterable[FileEntry]) -> None:
+        """Add what a part has of the split; one without rows changes nothing."""
         if not part["rows"]:
             return
-        if not self.files:
-            self._first, self.columns = source, dict(part["columns"])
-        check_columns(self._name, self._first, self.columns, source, part["columns"])
+        self.columns = dict(part["columns"])
         self.rows += part["rows"]
         self.files += files
         self.lengths += part["lengths"]
         self.statistics = merge([self.statistics, part["statistics"]])
         self.has_own_ids |= part["own_ids"]
-
-
-class FirstColumns:
-    """The columns of the splits' first rows, by which a worker finds other ones while it works, not at the end.
-
-    Args:
-        parts: the job's finished parts, those of other workers included.
-        show: the text of a part's source, by its number.
-    """
-
-    def __init__(self, parts: SourceParts, show: Callable[[int], str]) -> None:
-        self._parts = parts
-        self._show = show
-        self._next = 0  # the first part whose record was not read yet
-        self._found: dict[str, tuple[int, Mapping[str, str]]] = {}
-        self._read: set[str] = set()
-
-    def check(self, part: int, splits: Mapping[str, Any]) -> None:
-        """Compare a part that is about to be recorded; read one record at most, none once the first ones are known.
-
-        Raises:
-            DataError: its columns are not those of the first part; the error names both sources.
-        """
-        filled = {name: split["columns"] for name, split in splits.items() if split["rows"]}
-        if self._next < part and not self._read.issuperset(filled):
-            self._read_next()
-        for name, columns in filled.items():
-            first, expected = self._found.setdefault(name, (part, columns))
-            check_columns(name, self._show(first), expected, self._show(part), columns)
-
-    def _read_next(self) -> None:
-        part = self._parts.read(self._next)
-        if part is None:
-            return  # another worker is working on it
-        for name, split in part.notes["splits"].items():
-            if split["rows"] and name not in self._read:
-                self._found[name] = (self._next, split["columns"])
-                self._read.add(name)
-        self._next += 1
 
 
 def check_columns(split: str, first: str, expected: Mapping[str, str], source: str, found: Mapping[str, str]) -> None:
