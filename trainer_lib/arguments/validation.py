@@ -225,22 +225,14 @@ _Finding = tuple[Any, str, str, str]
 
 
 def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
-    zero, optimizer = "Zero steps train nothing.", str(args.optim)
-    yield args.max_steps == 0, "max_steps", zero, "Give -1 to follow num_train_epochs."
+    yield args.max_steps == 0, "max_steps", "Zero steps train nothing.", "Give -1 to follow num_train_epochs."
     yield (
         args.global_batch_size is not None and args.gradient_accumulation_steps != 1,
         "gradient_accumulation_steps",
         "The accumulation follows from global_batch_size, the micro-batch and the number of processes.",
         "Keep global_batch_size and remove it.",
     )
-    yield (
-        optimizer.endswith("_layerwise"),
-        "optim",
-        "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
-        "resuming, so it is not supported.",
-        f'Give "{optimizer.removesuffix("_layerwise")}", and gradient_checkpointing=true to save memory.',
-    )
-    yield optimizer == "adamw_torch_xla", "optim", "XLA is not served.", 'Give "adamw_torch".'
+    yield from _about_the_optimizer(str(args.optim))
     for name in ("logging", "eval", "save"):
         steps = f"{name}_steps"
         yield (
@@ -275,6 +267,17 @@ def _contradictions(args: ArgumentGroups) -> Iterator[_Finding]:
         twin = name.replace("gradient", "activation")
         what = f"This contradicts {twin} = {getattr(args, twin)}: they are two names of one argument."
         yield getattr(args, name) != getattr(args, twin), name, what, f"Keep {name} and remove {twin}."
+
+
+def _about_the_optimizer(optimizer: str) -> Iterator[_Finding]:
+    yield (
+        optimizer.endswith("_layerwise"),
+        "optim",
+        "A layerwise optimizer steps inside the backward pass, which rules out accumulation, clipping and exact "
+        "resuming, so it is not supported.",
+        f'Give "{optimizer.removesuffix("_layerwise")}", and gradient_checkpointing=true to save memory.',
+    )
+    yield optimizer == "adamw_torch_xla", "optim", "XLA is not served.", 'Give "adamw_torch".'
 
 
 def _about_the_best_model(args: ArgumentGroups) -> Iterator[_Finding]:

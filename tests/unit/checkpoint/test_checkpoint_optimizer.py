@@ -196,7 +196,7 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 SHIPPED = sorted(
     name
     for name in {each.value for each in OptimizerNames} - {each.value for each in PACKAGED}
-    if not name.endswith("_layerwise")  # refused when arguments are made
+    if not name.endswith(("_layerwise", "_xla"))  # refused when arguments are made
 )
 
 
