@@ -5,10 +5,9 @@ Two kinds of model state exist. A *whole* state has every tensor complete on ran
 its own file of them.
 
 A background save writes from a copy on the host while training changes the original. All tensors are copied into one
-block of host memory that every save uses again, so a training holds at most one copy of its state. Only the first save
-pays for the memory: the system hands out zeroed pages at their first use, which is slower than the copy itself, so
-`HostCopy.reserve` touches them beforehand in a thread of its own. Staging before an asynchronous save is what torch
-does as well (``torch.distributed.checkpoint.async_save``).
+block of host memory that every save uses again, so a training holds at most one copy of its state, and only the first
+save pays for the memory. Staging before an asynchronous save is what torch does as well
+(``torch.distributed.checkpoint.async_save``).
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-import threading
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -112,20 +110,6 @@ class HostCopy:
 
     def __init__(self) -> None:
         self._block: Tensor | None = None
-        self._thread: threading.Thread | None = None
-
-    @property
-    def size(self) -> int:
-        """Bytes held."""
-        self._join_reservation()
-        return 0 if self._block is None else self._block.numel()
-
-    def reserve(self, size: int) -> None:
-        """Get `size` bytes ready in the background; if they are not free, `copy_tensors` asks for them once more."""
-        # Never two reservations at a time, and none for memory that is there.
-        if self._thread is None and (self._block is None or self._block.numel() < size):
-            self._thread = threading.Thread(target=self._grow, args=(size,), name="trainflow-reserve", daemon=True)
-            self._thread.start()
 
     @torch.no_grad()
     def copy_tensors(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
@@ -136,7 +120,7 @@ class HostCopy:
         """
         plain = [tensor for tensor in tensors.values() if tensor.layout is torch.strided and not tensor.is_meta]
         distinct = {_memory_key(tensor): tensor.detach() for tensor in plain}
-        block = self._require_block(bytes_to_copy(distinct.values()))
+        block = self._require_block(sum(_align(tensor.numel() * tensor.element_size()) for tensor in distinct.values()))
         copies: dict[Hashable, Tensor] = {}
         begin = 0
         for memory, tensor in distinct.items():
@@ -150,36 +134,22 @@ class HostCopy:
 
     def close(self) -> None:
         """Give the memory back."""
-        self._join_reservation()
         self._block = None
 
-    def _join_reservation(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
     def _require_block(self, size: int) -> Tensor:
-        self._join_reservation()
         if self._block is None or self._block.numel() < size:
-            self._grow(size)
-        if self._block is None:
-            what = f"The host has no {size:,} bytes free for the copy that a background save writes from."
-            raise OutOfMemoryError(what, field="save_async", remedy="Give it more memory, or set save_async=False.")
+            self._block = None  # free the smaller block first, so that there are never two copies
+            self._block = _allocate(size)
         return self._block
 
-    def _grow(self, size: int) -> None:
-        self._block = None  # free the smaller block first, so that there are never two copies
-        # Pages that are locked take copies from a GPU several times as fast, and there may be fewer of them.
-        for pinned in (True, False) if torch.cuda.is_initialized() else (False,):  # type: ignore[no-untyped-call]
-            with contextlib.suppress(RuntimeError):  # torch's allocators: no memory
-                # zeros, not empty: writing is what gets the pages
-                self._block = torch.zeros(size, dtype=torch.uint8, pin_memory=pinned)
-                return
 
-
-def bytes_to_copy(tensors: Iterable[Tensor]) -> int:
-    """Bytes that `HostCopy.copy_tensors` needs for tensors `[...]` that share no memory."""
-    return sum(_align(tensor.numel() * tensor.element_size()) for tensor in tensors)
+def _allocate(size: int) -> Tensor:
+    # Pages that are locked take copies from a GPU several times as fast, and there may be fewer of them.
+    for pinned in (True, False) if torch.cuda.is_initialized() else (False,):  # type: ignore[no-untyped-call]
+        with contextlib.suppress(RuntimeError):  # torch's allocators: no memory
+            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+    what = f"The host has no {size:,} bytes free for the copy that a background save writes from."
+    raise OutOfMemoryError(what, field="save_async", remedy="Give it more memory, or set save_async=False.")
 
 
 def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:

@@ -305,15 +305,8 @@ class Checkpoints:
 
     def observe(self) -> None:
         """At a step boundary: look after a background save that has ended on every rank. Collective."""
-        saver = self._saver
-        if saver is None:
-            return
-        if saver.has_ended():
+        if self._saver is not None and self._saver.has_ended():
             self.finish()
-            return
-        is_first = self._trainer.state.global_step == self._training_run().first_step + 1
-        if is_first and self._internals.world.save_group.rank == 0:
-            saver.memory.reserve(self._internals.snapshots.size_bytes())  # the optimizer has its state now
 
     def finish(self) -> None:
         """Wait for the background save under way, if any, and act on its outcome. Collective."""

@@ -20,9 +20,8 @@ from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
 from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.sharded import digest_copies
-from trainer_lib.checkpoint.snapshot import Snapshot, bytes_to_copy, shard_snapshot
+from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
 from trainer_lib.checkpoint.values import from_json, to_json
-from trainer_lib.distributed.sharding import local_part
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import collect_callback_states
 from trainer_lib.trainer.model import models
@@ -169,15 +168,6 @@ class Snapshots:
             digest = self._internals.world.comm.broadcast_json(models.frozen_fingerprint(trainer.model, state))
             self._frozen = trainer.model, digest
         return self._frozen[1]
-
-    def size_bytes(self) -> int:
-        """Bytes of the tensors in a snapshot, on this rank."""
-        trainer, strategy = self._trainer, self._internals.engine.strategy
-        weights = models.trained_state(trainer.model, strategy.local_state(trainer.model_wrapped))
-        states = {} if trainer.optimizer is None or trainer.args.save_only_model else trainer.optimizer.state
-        kept = [tensor for state in states.values() for tensor in state.values() if isinstance(tensor, torch.Tensor)]
-        rank = self._internals.world.comm.rank
-        return bytes_to_copy(local_part(tensor, rank=rank).values for tensor in (*weights.values(), *kept))
 
     def model_files(self, state: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
         """The files that make the weights usable elsewhere: the model's configuration and the processing class.
