@@ -13,9 +13,9 @@ The first that applies is used. A batch script of Slurm is one process although 
 
     PET_NNODES, PET_NODE_RANK, PET_NPROC_PER_NODE, PET_MASTER_ADDR, PET_MASTER_PORT
                         a TrainJob or PyTorchJob of Kubeflow; torchrun reads the same variables
-    SKYPILOT_NODE_RANK, SKYPILOT_NUM_NODES, SKYPILOT_NODE_IPS, SKYPILOT_NUM_GPUS_PER_NODE
+    SKYPILOT_NUM_NODES, SKYPILOT_NODE_RANK, SKYPILOT_NODE_IPS
                         a task of SkyPilot
-    DSTACK_NODE_RANK, DSTACK_NODES_NUM, DSTACK_MASTER_NODE_IP, DSTACK_GPUS_PER_NODE
+    DSTACK_NODES_NUM, DSTACK_NODE_RANK, DSTACK_MASTER_NODE_IP
                         a task of dstack
 
 Something still has to start the processes of each machine: a launch of kind `environment`, or torchrun in a script.
@@ -202,14 +202,18 @@ def interface_towards(host: str) -> str | None:
 
 
 PREFIXES = ("PET_", "SKYPILOT_NODE", "SKYPILOT_NUM_", "DSTACK_NODE", "DSTACK_MASTER_NODE", "DSTACK_GPUS_")
+# The number of machines, the place of this one, and the address of the first.
+_SCHEDULERS = (
+    ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),
+    ("SKYPILOT_NUM_NODES", "SKYPILOT_NODE_RANK", "SKYPILOT_NODE_IPS"),
+    ("DSTACK_NODES_NUM", "DSTACK_NODE_RANK", "DSTACK_MASTER_NODE_IP"),
+)
 LOOKED_FOR = (
     "RANK and WORLD_SIZE",
     "SLURM_STEP_ID and SLURM_PROCID",
     "OMPI_COMM_WORLD_RANK",
     "JOB_COMPLETION_INDEX and WORLD_SIZE",
-    "PET_NNODES",
-    "SKYPILOT_NODE_RANK",
-    "DSTACK_NODE_RANK",
+    *(names[0] for names in _SCHEDULERS),
 )
 """The variables by which `launch.kind: environment` recognises a job."""
 
@@ -221,7 +225,6 @@ class Machines:
     Attributes:
         nodes: number of machines, or a range such as ``"1:4"``.
         processes: processes to start on each machine; None: not given.
-        is_exact: `processes` is the job's own setting, not a number of GPUs.
         master: host and port of the rendezvous with machine 0; None when no variable gives them.
         source: the variable that gave the number of machines, for messages.
     """
@@ -229,7 +232,6 @@ class Machines:
     nodes: int | str
     node_rank: int
     processes: int | None
-    is_exact: bool
     master: tuple[str, int] | None
     source: str
 
@@ -242,16 +244,40 @@ class Machines:
 def find_machines(environ: Mapping[str, str] | None = None) -> Machines | None:
     """The place of this machine in its job; None when no such scheduler started this process. Raises ConfigError."""
     env = os.environ if environ is None else environ
-    for look in (_kubeflow, _skypilot, _dstack):
-        found = look(env)
-        if found is None:
-            continue
-        if not 0 <= found.node_rank < found.most:
-            what = f"This number does not fit a job of {found.nodes} machines."
-            remedy = "Correct it, or unset it."
-            raise ConfigError(what, field=f"environment variable {found.source}", value=found.node_rank, remedy=remedy)
-        return found
-    return None
+    named = (names for names in _SCHEDULERS if env.get(names[0], "").strip())
+    source, place, address = next(named, (None, "", ""))
+    # Below torchrun every process has a rank of its own.
+    if source is None or env.get("LOCAL_RANK"):
+        return None
+    nodes = env[source].strip()
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+        what = "This is neither a number of machines nor a range."
+        raise ConfigError(what, field=f"environment variable {source}", value=nodes, remedy="Correct it, or unset it.")
+    rank = find_number(env, place, "JOB_COMPLETION_INDEX", "GROUP_RANK")
+    if rank is None and nodes != "1":
+        what = f"The environment describes {nodes} machines ({source}), and this variable is not set."
+        remedy = "Set it on every machine, or write launch.nodes, node_rank and rendezvous."
+        raise ConfigError(what, field=f"environment variable {place}", remedy=remedy)
+    # Besides a number, torchrun takes "gpu", "cpu" and "auto": this machine's.
+    is_named = env.get("PET_NPROC_PER_NODE", "").strip() in ("auto", "gpu", "cpu", "xpu")
+    processes = None if is_named else find_number(env, "PET_NPROC_PER_NODE")
+    count = int(nodes) if nodes.isdigit() else nodes
+    found = Machines(count, rank or 0, processes, _find_meeting(env, address), source)
+    if not 0 <= found.node_rank < found.most:
+        what = f"This number does not fit a job of {nodes} machines."
+        remedy = "Correct it, or unset it."
+        raise ConfigError(what, field=f"environment variable {source}", value=found.node_rank, remedy=remedy)
+    return found
+
+
+def _find_meeting(env: Mapping[str, str], address: str) -> tuple[str, int] | None:
+    """The rendezvous of the machines; not every scheduler names a port, so a script's own variables may."""
+    host = next(iter(env.get(address, "").split()), None) or env.get("MASTER_ADDR")  # the first of SkyPilot's list
+    port = find_number(env, "PET_MASTER_PORT", "MASTER_PORT")
+    if not host and env.get("PET_RDZV_ENDPOINT"):
+        host, _, text = env["PET_RDZV_ENDPOINT"].strip().rpartition(":")
+        host, port = (host, find_number({"PET_RDZV_ENDPOINT": text}, "PET_RDZV_ENDPOINT")) if host else (text, port)
+    return (host, DEFAULT_PORT if port is None else port) if host else None
 
 
 def is_whole_job() -> bool:
@@ -263,71 +289,3 @@ def is_whole_job() -> bool:
     tasks = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS") if in_step else ("SLURM_NTASKS",)
     nodes = 1 if in_step else find_number(env, "SLURM_JOB_NUM_NODES", "SLURM_NNODES")
     return (find_number(env, *tasks) or 1) == 1 and (nodes or 1) == 1
-
-
-def _kubeflow(env: Mapping[str, str]) -> Machines | None:
-    nodes = env.get("PET_NNODES", "").strip()
-    # Below torchrun every process has a rank of its own.
-    if not nodes or env.get("LOCAL_RANK"):
-        return None
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
-        what = "This is neither a number of machines nor a range."
-        raise ConfigError(what, field="environment variable PET_NNODES", value=nodes, remedy="Correct it, or unset it.")
-    rank = find_number(env, "PET_NODE_RANK", "JOB_COMPLETION_INDEX", "GROUP_RANK")
-    if rank is None and nodes != "1":
-        raise _missing("PET_NODE_RANK", f"{nodes} machines (PET_NNODES)")
-    host = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
-    port = find_number(env, "PET_MASTER_PORT", "MASTER_PORT")
-    if not host and env.get("PET_RDZV_ENDPOINT"):
-        host, _, text = env["PET_RDZV_ENDPOINT"].strip().rpartition(":")
-        host, port = (host, find_number({"PET_RDZV_ENDPOINT": text}, "PET_RDZV_ENDPOINT")) if host else (text, port)
-    # Besides a number, torchrun takes "gpu", "cpu" and "auto": this machine's.
-    named = env.get("PET_NPROC_PER_NODE", "").strip() in ("auto", "gpu", "cpu", "xpu")
-    processes = None if named else find_number(env, "PET_NPROC_PER_NODE")
-    return Machines(
-        int(nodes) if nodes.isdigit() else nodes,
-        rank or 0,
-        processes,
-        processes is not None,
-        (host, DEFAULT_PORT if port is None else port) if host else None,
-        "PET_NNODES",
-    )
-
-
-def _skypilot(env: Mapping[str, str]) -> Machines | None:
-    rank = find_number(env, "SKYPILOT_NODE_RANK")
-    if rank is None:
-        return None
-    addresses = env.get("SKYPILOT_NODE_IPS", "").split()
-    nodes = find_number(env, "SKYPILOT_NUM_NODES") or len(addresses)
-    if not nodes:
-        raise _missing("SKYPILOT_NUM_NODES", f"machine {rank} (SKYPILOT_NODE_RANK)")
-    gpus = find_number(env, "SKYPILOT_NUM_GPUS_PER_NODE")
-    return Machines(nodes, rank, gpus or None, False, _meeting(env, addresses[0] if addresses else None), _SKYPILOT)
-
-
-def _dstack(env: Mapping[str, str]) -> Machines | None:
-    rank = find_number(env, "DSTACK_NODE_RANK")
-    if rank is None:
-        return None
-    nodes = find_number(env, "DSTACK_NODES_NUM")
-    if nodes is None:
-        raise _missing("DSTACK_NODES_NUM", f"machine {rank} (DSTACK_NODE_RANK)")
-    gpus = find_number(env, "DSTACK_GPUS_PER_NODE")
-    return Machines(nodes, rank, gpus or None, False, _meeting(env, env.get("DSTACK_MASTER_NODE_IP")), _DSTACK)
-
-
-_SKYPILOT, _DSTACK = "SKYPILOT_NODE_RANK", "DSTACK_NODE_RANK"
-
-
-def _meeting(env: Mapping[str, str], host: str | None) -> tuple[str, int] | None:
-    """The rendezvous of the machines: neither scheduler names a port, so a script's own variables may."""
-    port = find_number(env, "MASTER_PORT")
-    host = env.get("MASTER_ADDR") or host
-    return (host, DEFAULT_PORT if port is None else port) if host else None
-
-
-def _missing(name: str, beside: str) -> ConfigError:
-    what = f"The environment describes {beside}, and this variable is not set."
-    remedy = "Set it on every machine, or write launch.nodes, node_rank and rendezvous."
-    return ConfigError(what, field=f"environment variable {name}", remedy=remedy)

@@ -187,9 +187,8 @@ DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_
             {"PET_NNODES": "1:3", "PET_RDZV_ENDPOINT": "job-0:23456", "JOB_COMPLETION_INDEX": "2"},
             ("1:3", 2, "job-0:23456", 2),
         ),
-        ({**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "1"}, (2, 1, "10.0.0.1:29500", 1)),
         ({**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "0", "MASTER_PORT": "7"}, (2, 1, "10.0.0.1:7", 2)),
-        ({**DSTACK, "DSTACK_GPUS_PER_NODE": "0"}, (2, 0, "10.0.0.1:29500", 2)),
+        (DSTACK, (2, 0, "10.0.0.1:29500", 2)),
     ],
 )
 def test_a_command_on_each_machine_of_a_scheduler_joins_them(
@@ -204,11 +203,8 @@ def test_a_command_on_each_machine_of_a_scheduler_joins_them(
 
 def test_the_processes_of_a_job_are_those_that_it_starts(two_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:
     words = r"processes = 1: The job starts 2 processes on each machine \(PET_NPROC"
-    with monkeypatch.context() as pods, pytest.raises(ConfigError, match=words):
-        in_job(pods, {**PODS, "PET_NPROC_PER_NODE": "2"}, processes=1)
-    # GPUs that a training on the CPU does not use are no processes.
-    assert in_job(monkeypatch, {**SKY, "SKYPILOT_NUM_GPUS_PER_NODE": "8"}, processes=1).processes == 1
-    assert resolve_config(LaunchConfig(kind="environment"), use_cpu=True).processes == 2
+    with pytest.raises(ConfigError, match=words):
+        in_job(monkeypatch, {**PODS, "PET_NPROC_PER_NODE": "2"}, processes=1)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +223,7 @@ def test_an_environment_that_describes_no_job_is_refused(
     with pytest.raises(ConfigError, match="No scheduler described a job") as caught:
         in_job(monkeypatch, variables)
     assert (caught.value.field, caught.value.value) == ("train.launch.kind", "environment")
-    assert "PET_NNODES, SKYPILOT_NODE_RANK, DSTACK_NODE_RANK" in caught.value.message
+    assert "PET_NNODES, SKYPILOT_NUM_NODES, DSTACK_NODES_NUM" in caught.value.message
     assert "kind=auto" in str(caught.value.remedy)
 
 
@@ -239,7 +235,7 @@ def test_an_environment_that_describes_no_job_is_refused(
         {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"},
         {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_JOB_NUM_NODES": "1"},
         {"PET_NNODES": "1", "PET_NPROC_PER_NODE": "2"},
-        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NODE_IPS": "10.0.0.1"},
+        {"SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_IPS": "10.0.0.1"},
     ],
 )
 def test_a_job_of_one_is_one_machine(

@@ -186,7 +186,7 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     if config.kind == "accelerate":
         config = _with_accelerate_file(config)
     if config.kind == "environment":
-        config = _with_environment(config, use_cpu=use_cpu)
+        config = _with_environment(config)
     _check_nodes(config)
     config = replace(config, processes=_processes(config, use_cpu=use_cpu))
     if config.kind == "auto":
@@ -326,13 +326,13 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     return config.processes
 
 
-def _with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
+def _with_environment(config: LaunchConfig) -> LaunchConfig:
     """Take the place of this machine or process that a scheduler assigned; raise ConfigError when there is none."""
     found = environment.ranks()
     # A PyTorchJob sets RANK as well, which numbers its pods, however many processes they have.
     machines = environment.find_machines()
     if machines is not None and (found is environment.ALONE or machines.source == "PET_NNODES"):
-        return _with_machines(config, machines, use_cpu=use_cpu)
+        return _with_machines(config, machines)
     # One process of one is a job too; no variable at all means that machines would train alone.
     if found is environment.ALONE and not environment.is_whole_job():
         looked = ", ".join(environment.LOOKED_FOR)
@@ -346,13 +346,12 @@ def _with_environment(config: LaunchConfig, *, use_cpu: bool) -> LaunchConfig:
     return _with_ranks(config, found)
 
 
-def _with_machines(config: LaunchConfig, found: environment.Machines, *, use_cpu: bool) -> LaunchConfig:
+def _with_machines(config: LaunchConfig, found: environment.Machines) -> LaunchConfig:
     """Take the machines that Kubeflow, SkyPilot or dstack started: they start their own processes."""
-    if found.is_exact and config.processes not in ("auto", found.processes):
+    if found.processes is not None and config.processes not in ("auto", found.processes):
         what = f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE)."
         raise refused("processes", config.processes, what, "Leave it out, or make them equal.")
-    # A number of GPUs is what machines have, of which fewer may be used, or none.
-    if config.processes == "auto" and found.processes is not None and (found.is_exact or not use_cpu):
+    if found.processes is not None:
         config = replace(config, processes=found.processes)
     return _among(config, found.nodes, found.node_rank, found.master)
 
