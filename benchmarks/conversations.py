@@ -9,7 +9,6 @@ count. Nothing is saved or logged.
 
 padded: 16 conversations of a batch in their order, filled up to the longest.
 grouped: the same, conversations of similar lengths together.
-flat: the 16 end to end in one row, without padding (`flatten`; TRL's `padding_free`).
 packed: rows of 512 tokens that conversations share, four to a batch.
 
 Reported for each: tokens a second, those of padding not counted, as median and quartiles; `ratio`: ours to theirs, pair
@@ -43,7 +42,7 @@ from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import Store
 from trainflow.flows.new_project.starting import read_sample
 
-SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (80, 3, ("padded", "packed", "flat", "grouped"))}
+SIZES = {"smallest": (48, 1, ("padded", "packed")), "full": (80, 3, ("padded", "packed", "grouped"))}
 """Conversations, counted epochs of each, and ways."""
 MODEL = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
 LENGTH, BATCH, PACKED_BATCH = 512, 16, 4
@@ -82,7 +81,7 @@ def ours(way: str, all_rows: Mapping[bool, Rows], folder: str) -> Any:
     recipe, data, rows = all_rows[way == "packed"]
     torch.manual_seed(0)
     return recipe.trainer_class(Trainer)(
-        model=recipe.build_model({"config": MODEL, "flatten": way == "flat"}, data),
+        model=recipe.build_model({"config": MODEL}, data),
         args=TrainingArguments(**settings(way, folder)),
         data_collator=recipe.collate_with(data),
         train_dataset=rows,
@@ -98,8 +97,7 @@ def theirs(way: str, all_rows: Mapping[bool, Rows], folder: str) -> Any:
     table = [
         {"input_ids": row["input_ids"], "labels": np.where(row["trained"], row["input_ids"], NO_TARGET)} for row in rows
     ]
-    given: dict[str, Any] = {"packing": way == "packed", "padding_free": way == "flat", "bf16": False}
-    given["max_length"] = None if way == "flat" else LENGTH
+    given: dict[str, Any] = {"packing": way == "packed", "bf16": False, "max_length": LENGTH}
     torch.manual_seed(0)
     return SFTTrainer(
         model=recipe.build_model({"config": MODEL}, data),

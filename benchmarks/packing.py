@@ -32,9 +32,9 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"  # read when the tokenizer is fir
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks._result import arguments, publish, spread
-from trainer_lib import Trainer, TrainingArguments, set_seed
+from trainer_lib import DataCollatorWithFlattening, Trainer, TrainingArguments, set_seed
 from trainer_lib.recipes.texts.documents import read_documents
-from trainer_lib.recipes.texts.packed_batches import collate_documents, collate_flat, collate_packed
+from trainer_lib.recipes.texts.packed_batches import collate_documents, collate_packed
 from trainer_lib.recipes.texts.packing import Document, new_counts, pack_documents
 from trainer_lib.recipes.texts.tokenizing import learn_byte_tokenizer, tokenize_documents
 
@@ -149,7 +149,7 @@ def epoch(way: str, texts: list[np.ndarray], held_out: list[np.ndarray]) -> tupl
         padded = partial(collate_documents, pad=0)
         trainer.data_collator = {
             "packed": partial(collate_packed, pad=0, isolate="positions"),
-            "flat": partial(collate_flat, collate=padded, isolate="positions"),
+            "flat": DataCollatorWithFlattening(),
         }.get(way, padded)
         seconds = trainer.train().metrics["train_runtime"]
         trainer.data_collator = padded

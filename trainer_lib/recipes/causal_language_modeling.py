@@ -18,7 +18,6 @@ the others have one row.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -28,7 +27,6 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.data.rows.mixture import SOURCE
-from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.shared import model_places
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
@@ -106,20 +104,14 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     """Build the model by name, from a folder, or at random from a configuration; with adapters on request.
 
     Raises:
-        ConfigError: transformers cannot load it, it does not know all tokens, or mixes the documents of a row; or
-            batches of packed rows were to be flattened.
+        ConfigError: transformers cannot load it, it does not know all tokens, or mixes the documents of a row.
     """
     defaults = {
         **model_places.MODEL,
         "dtype": "float32",  # type of a loaded model's weights
-        "flatten": False,  # put the documents of a training batch end to end in one row, without padding
     }
     chosen, info = choose(options, defaults, field="train.model"), data.info
     require_choice(chosen["dtype"], model_places.DTYPES, field="train.model.dtype")
-    if chosen["flatten"] and "train" in info["packed"]:
-        what = "Packed rows have next to no padding, so there is nothing to flatten."
-        remedy = "Remove it, or set prepare.options.pack=[]."
-        raise ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     place = model_places.one_of(chosen, field="train.model")
     settings = model_places.quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]))
     if place is None:
@@ -130,10 +122,8 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         model = model_places.load_causal_model(place, field="train.model", **known)
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
     model = model_places.add_adapters(model, chosen["adapter"], place=place)
-    if info["packed"] or chosen["flatten"]:
-        rows = {name: info[name] for name in ("vocabulary", "length", "isolate")}
-        packed_batches.require_isolation(model, flattened=not info["packed"], **rows)
-    model.flattened = info["isolate"] if chosen["flatten"] else None  # the Trainer makes its batches by it
+    if info["packed"]:
+        packed_batches.require_isolation(model, **{name: info[name] for name in ("vocabulary", "length", "isolate")})
     built: nn.Module = model
     return built
 
@@ -149,14 +139,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
 
 
 class Trainer(PlainTrainer):
-    """A Trainer that flattens training batches if `train.model.flatten` says so, and continues new rows of text."""
-
-    @override
-    def get_train_dataloader(self) -> Any:
-        loader, isolate = super().get_train_dataloader(), getattr(self.model, "flattened", None)
-        if isolate is not None:
-            loader.collate_fn = partial(packed_batches.collate_flat, collate=loader.collate_fn, isolate=isolate)
-        return loader
+    """A Trainer that continues new rows of text."""
 
     @override
     def prediction_step(

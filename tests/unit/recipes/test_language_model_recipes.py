@@ -118,27 +118,6 @@ def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencie
     assert set(judged) == {"answers_right", "answers_right_low", "answers_right_high"}
 
 
-@pytest.mark.parametrize("isolate", ["positions", "mask"])
-def test_flat_training_takes_the_steps_of_padded_training_without_the_padding(tmp_path: Path, isolate: str) -> None:
-    made = _, splits, _ = prepare(tmp_path, "stdlib:json", pack=[], isolate=isolate, length=48)
-    assert all(len(row["lengths"]) == 1 for row in splits["train"])
-    weights, measured, shapes = [], [], []
-    for flatten in (False, True):
-        trainer = trained(made, tmp_path / str(flatten), {"config": TINY, "flatten": flatten}, 5, **BATCHES)
-        shapes.append([tuple(batch["input_ids"].shape) for batch in trainer.get_train_dataloader()])
-        weights.append([each.detach() for each in trainer.model.parameters()])
-        # Rows are measured one by one all the same.
-        measured.append(trainer.evaluate(eval_dataset=splits["test"])["eval_nats_per_token"])
-        assert np.asarray(trainer.predict(splits["test"]).predictions).shape == (len(splits["test"]), 2)
-    for one, other in zip(*weights, strict=True):
-        torch.testing.assert_close(one, other, atol=2e-5, rtol=1e-4)
-    assert measured[0] == pytest.approx(measured[1], rel=1e-4)
-    padded, flat = shapes
-    assert all(rows == 1 for rows, _ in flat)
-    assert sum(tokens for _, tokens in flat) == sum(len(row["input_ids"]) for row in splits["train"])
-    assert sum(rows * tokens for rows, tokens in padded) > sum(tokens for _, tokens in flat)
-
-
 def test_new_rows_are_texts_measured_as_documents_and_continued(packed: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = packed
     assert data.info["new_columns"] == {"text": "string", "new_tokens": "int64"}
@@ -231,8 +210,7 @@ def test_models_that_do_not_fit_are_refused(packed: Prepared, base: Path, tmp_pa
         (data, {"folder": base, "config": TINY}, "its own configuration"),
         (data, {"folder": tmp_path / "nowhere"}, "cannot load this model"),
         (data, {"config": MAMBA}, "cannot train on packed rows"),
-        (data, {"config": TINY, "flatten": True}, "train.model.flatten … prepare.options.pack=[]"),
-        (alone, {"config": MAMBA, "flatten": True}, "train.model.flatten … stand end to end"),
+        (data, {"config": TINY, "flatten": True}, "train.model.flatten … no such option"),
         (larger, {"folder": base}, "knows 400 tokens, and the tokenizer of the data has 500"),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -16,7 +16,6 @@ from trainer_lib.recipes.texts.packed_batches import (
     WAYS,
     collate_documents,
     collate_packed,
-    flatten_batch,
     require_isolation,
 )
 from trainer_lib.recipes.texts.packing import Document, best_fit_decreasing, new_counts, pack_documents
@@ -120,7 +119,7 @@ SHAPE: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 64, "num_hidden
 SHAPE |= {"num_key_value_heads": 2, "vocab_size": 100, "max_position_embeddings": 64, "pad_token_id": 0}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": SHAPE,
-    # As many positions as a row has tokens, and fewer than a flat batch has.
+    # As many positions as a row has tokens.
     "gpt2": {"vocab_size": 100, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16},
     "mistral": {**SHAPE, "sliding_window": 4},
     "bloom": {"vocab_size": 100, "hidden_size": 32, "n_layer": 2, "n_head": 4},
@@ -156,58 +155,30 @@ def rows_of(documents: list[np.ndarray], *, length: int = 16) -> list[dict[str, 
     ("kind", "isolate"), [("llama", "positions"), ("llama", "mask"), ("gpt2", "positions"), ("mistral", "positions")]
 )
 def test_a_document_has_the_logits_and_the_loss_that_it_has_alone(kind: str, isolate: str) -> None:
-    """In a packed row, and in a flat batch, which has no padding."""
     model, documents = build(kind), some_texts()
     assert model.config._attn_implementation == "sdpa"
     rows = rows_of(documents)
     assert len(rows) < len(documents)
     batch = collate_packed(rows, pad=0, isolate=isolate)
     padded = collate_documents([{"input_ids": each, "lengths": [len(each)]} for each in documents], pad=0)
-    flat = flatten_batch(padded, isolate=isolate)
     assert batch["input_ids"].shape == (len(rows), 16)
-    assert flat["input_ids"].tolist() == [np.concatenate(documents).tolist()]
-    assert flat["labels"].shape == flat["position_ids"].shape == (1, sum(map(len, documents)))
     with torch.no_grad():
         alone = [model(input_ids=torch.from_numpy(each)[None]).logits[0] for each in documents]
-        packed_rows, flattened, one_by_one = model(**batch), model(**flat), model(**padded)
+        packed_rows, one_by_one = model(**batch), model(**padded)
     for place, row in enumerate(rows):
         starts = np.cumsum(row["lengths"]) - row["lengths"]
         for number, start in zip(row["documents"], starts, strict=True):
             there = packed_rows.logits[place, start : start + len(documents[number])]
             torch.testing.assert_close(there, alone[number], atol=2e-5, rtol=1e-5)
-    torch.testing.assert_close(flattened.logits[0], torch.cat(alone), atol=2e-5, rtol=1e-5)
     losses = [
         torch.nn.functional.cross_entropy(logits[:-1], torch.from_numpy(tokens)[1:], reduction="none")
         for logits, tokens in zip(alone, documents, strict=True)
     ]
     nats = torch.cat(losses)
     assert len(nats) == sum(len(each) - 1 for each in documents)
-    assert [int((made["labels"] != -100).sum()) for made in (batch, flat)] == [len(nats)] * 2
-    for outputs in (packed_rows, flattened, one_by_one):
+    assert int((batch["labels"] != -100).sum()) == len(nats)
+    for outputs in (packed_rows, one_by_one):
         assert float(outputs.loss) == pytest.approx(float(nats.mean()), rel=1e-5)
-
-
-def test_a_flat_batch_keeps_documents_apart_whatever_is_beside_them() -> None:
-    """Padding at the beginning, labels of a collator that does not know of other documents, and another tensor."""
-    given = {
-        "input_ids": torch.tensor([[9, 5, 6], [1, 2, 3]]),
-        "attention_mask": torch.tensor([[0, 1, 1], [1, 1, 1]]),
-        "labels": torch.tensor([[-100, 5, 6], [1, 2, 3]]),
-        "weights": torch.tensor([[0.0, 0.1, 0.2], [0.3, 0.4, 0.5]]),
-    }
-    batch = flatten_batch(given, isolate="mask")
-    assert batch["input_ids"].tolist() == [[5, 6, 1, 2, 3]]
-    assert batch["position_ids"].tolist() == [[0, 1, 0, 1, 2]]
-    assert batch["labels"].tolist() == [[-100, 6, -100, 2, 3]]
-    assert torch.equal(batch["weights"], torch.tensor([[0.1, 0.2, 0.3, 0.4, 0.5]]))
-    blocks = torch.zeros(5, 5, dtype=torch.bool)
-    blocks[:2, :2], blocks[2:, 2:] = torch.ones(2, 2).tril(), torch.ones(3, 3).tril()
-    assert torch.equal(batch["attention_mask"][0, 0], blocks)
-    assert given["labels"].tolist() == [[-100, 5, 6], [1, 2, 3]]
-    del given["attention_mask"]
-    with pytest.raises(ConfigError, match="has none") as caught:
-        flatten_batch(given, isolate="positions")
-    assert caught.value.remedy
 
 
 def test_the_mask_is_block_diagonal_and_padding_sees_itself() -> None:
@@ -222,38 +193,17 @@ def test_the_mask_is_block_diagonal_and_padding_sees_itself() -> None:
 
 
 # -- models that mix documents ----------------------------------------------------------------------------------------
-def check(model: Any, isolate: str, *, flattened: bool = False) -> None:
-    require_isolation(model, vocabulary=100, length=16, isolate=isolate, flattened=flattened)
+def check(model: Any, isolate: str) -> None:
+    require_isolation(model, vocabulary=100, length=16, isolate=isolate)
 
 
-@pytest.mark.parametrize(
-    ("isolate", "flattened", "words", "remedy"),
-    [
-        *((isolate, False, "cannot train on packed rows", "prepare.options.pack=[]") for isolate in WAYS),
-        ("positions", True, "cannot train on documents that stand end to end", "Remove train.model.flatten"),
-    ],
-)
-def test_models_that_mix_documents_are_refused(isolate: str, flattened: bool, words: str, remedy: str) -> None:
-    check(build("llama"), isolate, flattened=flattened)
+@pytest.mark.parametrize("isolate", WAYS)
+def test_models_that_mix_documents_are_refused(isolate: str) -> None:
+    check(build("llama"), isolate)
     for kind in ("bloom", "mamba"):
-        with pytest.raises(ConfigError, match=words) as caught:
-            check(build(kind), isolate, flattened=flattened)
-        assert remedy in str(caught.value.remedy)
-        assert not flattened or caught.value.field == "train.model.flatten"
-
-
-def test_a_model_that_keeps_documents_apart_in_a_single_row_takes_flat_batches_alone() -> None:
-    """As flash attention of transformers: it reads positions only where a batch has one row."""
-    model = build("llama")
-    forward = model.forward
-
-    def flash(input_ids: Any, position_ids: Any) -> Any:
-        return forward(input_ids=input_ids, position_ids=position_ids if len(input_ids) == 1 else None)
-
-    model.forward = flash
-    check(model, "positions", flattened=True)
-    with pytest.raises(ConfigError, match="change with the document in front of it"):
-        check(model, "positions")
+        with pytest.raises(ConfigError, match="cannot train on packed rows") as caught:
+            check(build(kind), isolate)
+        assert "prepare.options.pack=[]" in str(caught.value.remedy)
 
 
 def test_a_cache_hides_the_positions_and_a_mask_the_window() -> None:

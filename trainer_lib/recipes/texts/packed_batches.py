@@ -1,4 +1,4 @@
-"""Batches for models that continue texts: packed and flattened rows, in which no document sees another one; new texts.
+"""Batches for models that continue texts: packed rows, in which no document sees another one; new texts.
 
 `require_isolation` tries whether a model keeps documents apart.
 """
@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -99,43 +99,6 @@ def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[st
     return batch
 
 
-def flatten_batch(batch: Mapping[str, Tensor], *, isolate: str) -> dict[str, Tensor]:
-    """The rows of a batch end to end in a single one, without padding. Shapes are ``[1, tokens]``.
-
-    A row's first token is not a target: what stands in front of it is another row.
-
-    Args:
-        batch: with `attention_mask`, as `collate_documents` makes it; tensors ``[batch, tokens]``.
-        isolate: one of `WAYS`.
-
-    Returns:
-        The tensors of the batch, `position_ids`, which begin again at 0 with every row, and with "mask"
-        `attention_mask` bool ``[1, 1, tokens, tokens]``, as `collate_packed` has it.
-
-    Raises:
-        ConfigError: the batch does not say where its padding is.
-    """
-    if "attention_mask" not in batch:
-        what = "Padding is removed where attention_mask [batch, tokens] is 0, and this batch has none."
-        remedy = "Let collate return it, or remove train.model.flatten."
-        raise ConfigError(what, field="collate", value=sorted(batch), remedy=remedy)
-    used = batch["attention_mask"].bool()
-    flat = {name: tensor[used][None] for name, tensor in batch.items() if name != "attention_mask"}
-    positions = flat["position_ids"] = (used.cumsum(1) - 1)[used][None]
-    if "labels" in flat:
-        flat["labels"][positions == 0] = NO_TARGET
-    if isolate == "mask":
-        flat["attention_mask"] = _block_diagonal((positions == 0).cumsum(1))
-    return flat
-
-
-def collate_flat(
-    rows: Sequence[Any], *, collate: Callable[[Sequence[Any]], Mapping[str, Tensor]], isolate: str
-) -> dict[str, Tensor]:
-    """Make a batch by `collate` and flatten it; shapes are ``[1, tokens]``."""
-    return flatten_batch(collate(rows), isolate=isolate)
-
-
 def _block_diagonal(documents: Tensor) -> Tensor:
     """The causal mask ``[batch, 1, tokens, tokens]`` within documents, given the numbers of the tokens' documents."""
     longest = documents.shape[1]
@@ -143,30 +106,29 @@ def _block_diagonal(documents: Tensor) -> Tensor:
     return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
-def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str, flattened: bool = False) -> None:
+def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str) -> None:
     """Refuse a model for which documents of one row are not apart. It is tried, with documents of a few tokens.
 
     Args:
         model: takes `input_ids` and what `collate_packed` gives besides; returns `logits`
             ``[batch, tokens, vocabulary]``.
         vocabulary: number of tokens.
-        length: the most tokens of a row, or of a document in a flat batch.
+        length: the most tokens of a row.
         isolate: one of `WAYS`.
-        flattened: batches are those of `flatten_batch`, of a single row.
 
     Raises:
         ConfigError: it takes no such argument, or its logits of a document depend on the others of the row.
     """
     try:
-        why = _find_mixing(model, vocabulary, length, isolate, rows=1 if flattened else 2)
+        why = _find_mixing(model, vocabulary, length, isolate)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _mixes(model, f"it fails with such a batch ({first_line(error)})", isolate, flattened) from error
+        raise _mixes(model, f"it fails with such a batch ({first_line(error)})", isolate) from error
     if why is not None:
-        raise _mixes(model, why, isolate, flattened)
+        raise _mixes(model, why, isolate)
 
 
-def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *, rows: int) -> str | None:
-    """Why the model does not keep documents apart in a batch of so many rows; None: it does."""
+def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str) -> str | None:
+    """Why the model does not keep documents apart in a batch of two rows; None: it does."""
     needed = ("position_ids", "attention_mask") if isolate == "mask" else ("position_ids",)
     taken = inspect.signature(model.forward).parameters
     # A wrapper that takes anything (peft's) hands it on.
@@ -181,8 +143,8 @@ def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str, *
         return f"a mask that is given replaces its window of {window} tokens"
     size = max(1, min(length // 2, 6))
     first, other, second = ((np.arange(size) + 1) * step % vocabulary for step in (1, 5, 3))
-    together, changed = (_logits(model, [before, second], isolate, rows)[0, size:] for before in (first, other))
-    alone = _logits(model, [second], isolate, rows)[0]
+    together, changed = (_logits(model, [before, second], isolate)[0, size:] for before in (first, other))
+    alone = _logits(model, [second], isolate)[0]
     if not torch.equal(together, changed):
         return "its outputs for a document change with the document in front of it"
     if float((together - alone).abs().max()) > _TOLERANCE * float(alone.abs().max()):
@@ -215,9 +177,9 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
 
 
-def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str, rows: int) -> Tensor:
+def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str) -> Tensor:
     row = {"input_ids": np.concatenate(documents), "lengths": [len(document) for document in documents]}
-    batch = collate_packed([row] * rows, pad=0, isolate=isolate)
+    batch = collate_packed([row] * 2, pad=0, isolate=isolate)
     del batch["labels"]
     device = next(model.parameters()).device
     with evaluating(model):
@@ -226,14 +188,10 @@ def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str, row
     return logits.float()
 
 
-def _mixes(model: nn.Module, why: str, isolate: str, flattened: bool) -> ConfigError:
+def _mixes(model: nn.Module, why: str, isolate: str) -> ConfigError:
     name, other = type(model).__name__, "try prepare.options.isolate=positions"
     if isolate == "positions":
         other = "try prepare.options.isolate=mask, which gives the model the mask itself"
-    if flattened:
-        what = f"The model {name} cannot train on documents that stand end to end: {why}."
-        remedy = f"Remove train.model.flatten (short documents are then padded), or {other}."
-        return ConfigError(what, field="train.model.flatten", value=True, remedy=remedy)
     what = f"The model {name} cannot train on packed rows: {why}."
     remedy = f"Set prepare.options.pack=[] (every document then has its own row), or {other}."
     return ConfigError(what, field=FIELD, value=isolate, remedy=remedy)
