@@ -61,7 +61,7 @@ def test_a_given_keras_optimizer_trains_as_in_fit(name: str, tmp_path: Path) -> 
 
 
 def test_without_an_optimizer_it_is_adamw_with_a_polynomial_decay(tmp_path: Path) -> None:
-    """`warmup_steps` and `poly_power` shape the schedule; biases do not decay."""
+    """`create_optimizer_and_scheduler`: `warmup_steps` and `poly_power` shape the schedule; biases do not decay."""
     one = trained(tmp_path, pairs(24), warmup_steps=4, poly_power=2.0, weight_decay=0.1)
     assert isinstance(one.optimizer, torch.optim.AdamW)
     assert [(group["weight_decay"], len(group["params"])) for group in one.optimizer.param_groups] == [(0.1, 2), (0, 2)]
