@@ -15,8 +15,9 @@ Launches of one machine and user use a device at a time: the others wait.
 
     ~/.local/state/trainflow/devices/<machine>/GPU 0.0     locked by a launch that uses the device, and says which it is
 
-A launch locks such a file (flock) for each of its devices, or none; the processes that it starts inherit the open
-files. So the kernel frees a device when the last of them has ended, however that was, and not before.
+A launch locks such a file (flock) for each of its devices, one after the other in the order of their names; the
+processes that it starts inherit the open files. So the kernel frees a device when the last of them has ended, however
+that was, and not before.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.run_dir import RunDir, write_settings
 from trainer_lib.launch.settings import accelerate
 from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, refused, require_torch, resolve_config
-from trainer_lib.launch.settings.gpu_selection import name_devices, selection_variables
+from trainer_lib.launch.settings.gpu_selection import list_visible, selection_variables
 from trainer_lib.launch.settings.variables import engine_environment, free_port, worker_environment
 from trainer_lib.launch.supervise import STACKS_S, Listener, Supervisor, start_guard
 from trainer_lib.locks.file_lock import try_lock
@@ -76,67 +77,56 @@ def held_devices(config: LaunchConfig, listener: Listener, *, on_devices: bool, 
     """
     variables = {**os.environ, **config.env, **selection_variables(config.devices, config.device_order)}
     # The queue of an engine decides on its machines.
-    gpus = name_devices(variables, int(config.processes)) if on_devices and config.engine is None else ()
+    gpus = list_visible(variables)[: int(config.processes)] if on_devices and config.engine is None else []
     limit = "any" if config.engine is not None else config.per_device or (1 if gpus else "any")
-    files: Sequence[int] = ()
-    if limit != "any":
-        try:
-            files = _wait_for(gpus or (CPU,), limit, what, listener)
-        except OSError as error:
-            reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
-            message = f"It cannot be seen which launches use this machine's devices: {reason}."
-            if config.per_device is not None:
-                remedy = "Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out."
-                raise refused("per_device", config.per_device, message, remedy) from error
-            listener.on_event({"event": "warning", "message": f"{message} This one starts next to them."})
-    try:
+    files = []
+    with contextlib.ExitStack() as opened:
+        if limit != "any":
+            try:
+                folder = state_folder("devices") / socket.gethostname()
+                folder.mkdir(mode=0o700, exist_ok=True)
+                # In one order, so that no two launches wait for each other.
+                for device in [f"GPU {name}" for name in sorted(gpus)] or [CPU]:
+                    paths = [folder / f"{device.replace('/', '-')}.{number}" for number in range(limit)]
+                    places = [os.open(path, os.O_RDWR | os.O_CREAT, 0o600) for path in paths]
+                    for file in places:
+                        opened.callback(os.close, file)
+                    files += _lock_one(places, device, what, listener)
+            except OSError as error:
+                reason = f"{error.strerror or error} ({error.filename})" if error.filename else str(error)
+                message = f"It cannot be seen which launches use this machine's devices: {reason}."
+                if config.per_device is not None:
+                    remedy = "Make that folder writable, name another one in XDG_STATE_HOME, or leave the setting out."
+                    raise refused("per_device", config.per_device, message, remedy) from error
+                listener.on_event({"event": "warning", "message": f"{message} This one starts next to them."})
         yield tuple(files)
-    finally:
-        for descriptor in files:
-            os.close(descriptor)
 
 
-def _wait_for(devices: Sequence[str], limit: int, what: str, listener: Listener) -> list[int]:
-    folder = state_folder("devices") / socket.gethostname()
-    folder.mkdir(mode=0o700, exist_ok=True)
-    began, said = time.monotonic(), float("-inf")
-    names = ", ".join(devices)
-    while isinstance(found := _take(folder, devices, limit, what), str):
-        if listener.should_cancel():
-            raise Interrupted(f"Cancelled while it waited for {names}.", remedy="The same command continues.")
-        if time.monotonic() - said >= SAY_S:
-            said = time.monotonic()
-            listener.on_event({"event": "wait", "message": f"waits for {found}"})
-        time.sleep(POLL_S)
-    if said > 0:
-        free = f"{names[0].upper()}{names[1:]} can be used."
-        listener.on_event({"event": "wait", "message": free, "waited_s": time.monotonic() - began})
-    return found
-
-
-def _take(folder: Path, devices: Sequence[str], limit: int, what: str) -> list[int] | str:
-    """Lock a file for each device, and return the open files; where that fails, lock none, and return who is there."""
+def _lock_one(places: Sequence[int], device: str, what: str, listener: Listener) -> list[int]:
+    """Wait for one of the open files of a device; lock and return it, or none where our own launch uses the device."""
     ours = f"{os.getpid()}:{start_time(os.getpid())} "
     text = f"{ours}{what} (process {os.getpid()}), since {datetime.now(UTC):%H:%M} UTC".encode()
-    with contextlib.ExitStack() as opened:
-        locked = []
-        for device in devices:
-            user = ""
-            for number in range(limit):
-                file = os.open(folder / f"{device.replace('/', '-')}.{number}", os.O_RDWR | os.O_CREAT, 0o600)
-                opened.callback(os.close, file)
-                if try_lock(file):
-                    locked.append(file)
-                    os.ftruncate(file, 0)
-                    os.pwrite(file, text, 0)
-                    break
-                user = os.pread(file, _LIMIT, 0).decode(errors="replace")
-                # A worker that launches something uses the devices of the launch that it belongs to.
-                if OWNER in os.environ and user.startswith(f"{os.environ[OWNER]} "):
-                    break
-            else:
-                return f"{device}, in use by {user.partition(' ')[2]}"
-        return list(map(os.dup, locked))  # of the same locks
+    began, said = time.monotonic(), float("-inf")
+    while True:
+        user = ""
+        for file in places:
+            if try_lock(file):
+                os.ftruncate(file, 0)
+                os.pwrite(file, text, 0)
+                if said > 0:
+                    free = f"{device[0].upper()}{device[1:]} can be used."
+                    listener.on_event({"event": "wait", "message": free, "waited_s": time.monotonic() - began})
+                return [file]
+            user = os.pread(file, _LIMIT, 0).decode(errors="replace")
+            # A worker that launches something uses the devices of the launch that it belongs to.
+            if OWNER in os.environ and user.startswith(f"{os.environ[OWNER]} "):
+                return []
+        if listener.should_cancel():
+            raise Interrupted(f"Cancelled while it waited for {device}.", remedy="The same command continues.")
+        if time.monotonic() - said >= SAY_S:
+            said = time.monotonic()
+            listener.on_event({"event": "wait", "message": f"waits for {device}, in use by {user.partition(' ')[2]}"})
+        time.sleep(POLL_S)
 
 
 def launch(

@@ -54,11 +54,6 @@ def list_visible(environment: Mapping[str, str]) -> list[str]:
     return ([str(number) for number in range(_present())] if visible is None else _chosen(visible))[:seen]
 
 
-def name_devices(environment: Mapping[str, str], count: int) -> tuple[str, ...]:
-    """Names of the first `count` CUDA devices that workers with these variables see; () on the CPU."""
-    return tuple(f"GPU {part}" for part in list_visible(environment)[:count])
-
-
 def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:
     """Return the variables that select and order the devices as the settings of a launch ask."""
     variables = {}
