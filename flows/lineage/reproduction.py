@@ -11,27 +11,26 @@ import contextlib
 import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainer_lib.storage import Store
 from trainflow.flows.lineage.lineage_chain import Chain
-from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.past_runs import PastRun, describe_changes
+from trainflow.flows.records.past_runs import PastRun, find_run
 from trainflow.flows.records.recorded_spec import read_kept_spec
-from trainflow.flows.records.results import PipelineResult, flat_metrics
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, flat_metrics
+from trainflow.flows.runs.run_details import RunComparison, compare_runs, read_details
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.configs import RegisterConfig
-from trainflow.tasks.keys.sources import find_absent, fingerprints
-from trainflow.tasks.model.model_lineage import describe_environment
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest, look_up_under
 
 TOLERANCE = 1e-3
 """The largest relative difference of metrics from a device that is not a CPU, unless another is given."""
-_COMPARED = {"train": "model/", "predict": "predictions/"}
-"""Stage -> where its files lie that are compared."""
+_COMPARED = ("train", "evaluate", "predict")
+_FOLDERS = {"train": "model/", "predict": "predictions/"}
+"""Stage -> its folder of files that are compared."""
 _FILES = (".safetensors", ".parquet")
 _CPU = "CPU"
 _MARK = "reproduces"  # a file of the second run's storage: the id of the first run
@@ -45,31 +44,33 @@ class Outcome:
     """The outcome of a reproduction.
 
     Attributes:
-        versions: name -> version then and version now, of those that differ.
-        settings: sentences about what else the keys of the stages have otherwise.
-        compared: files with the digests of both runs.
-        metrics: name -> number then and number now, of those that differ.
-        differences: sentences about what differs.
+        tolerance: the largest relative difference of metrics; None: bytes are compared.
+        files: paths with the digests of both runs.
+        differences: sentences about results that differ.
+        comparison: the two runs, as `trainflow compare` compares them.
     """
 
     run: str
-    verdict: Verdict = "same bytes"
-    tolerance: float | None = None
-    device: str = _CPU
-    to: str = ""
-    versions: dict[str, tuple[str, str]] = field(default_factory=dict)
-    settings: list[str] = field(default_factory=list)
-    compared: list[dict[str, Any]] = field(default_factory=list)
-    metrics: dict[str, tuple[float, float]] = field(default_factory=dict)
-    differences: list[str] = field(default_factory=list)
+    to: str
+    comparison: RunComparison
+    tolerance: float | None
+    files: list[dict[str, Any]]
+    differences: list[str]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict on the second run."""
+        if self.differences:
+            return "different"
+        return "same bytes" if all(file["then"] == file["now"] for file in self.files) else "same metrics"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
-        return asdict(self)
+        return {**vars(self), "verdict": self.verdict, "comparison": self.comparison.to_dict()}
 
     def failure(self) -> NotReproducibleError | None:
         """The failure that names the first difference; None: there is none."""
-        if self.verdict != "different":
+        if not self.differences:
             return None
         more = f" {len(self.differences) - 1} more differ." if len(self.differences) > 1 else ""
         what = f"The second run differs from the recorded one: {self.differences[0]}.{more}"
@@ -92,7 +93,7 @@ class Reproduction:
             what = "The run is not known here: its spec and its recipe are on its storage."
             raise ConfigError(what, field="X", value=chain.address, remedy="Name the storage: --storage URL.")
         self.run: PastRun = chain.run
-        self._chain, self._given, self._say = chain, tolerance, say
+        self._to, self._given = to, tolerance
         self._storage = chain.storage.url
         if "train" not in self.run.stages:
             what = "This run has trained no model that could be compared."
@@ -101,72 +102,27 @@ class Reproduction:
             what = f"This run took results from the run {self.run.from_run}, whose recipe may have been another."
             remedy = f"Reproduce that run: trainflow reproduce {self.run.from_run}."
             raise ConfigError(what, field="X", value=self.run.id, remedy=remedy)
-        self.outcome = Outcome(run=self.run.id, to=to)
+        self._then = {stage: self._recorded(stage) for stage in _COMPARED if stage in self.run.stages}
+        self._prepared = chain.lineage.stage("prepare-data")
         spec = read_kept_spec(self._storage, self.run, say)
-        self._check_sources(spec)
         self.spec = _quiet(mixed_alike(spec, chain.lineage.arguments.get("mixture", ())), to)
         self.spec.check()
-        self._say_versions()
 
     def carry_out(self, run_pipeline: RunPipeline) -> Outcome:
         """Run it again, as `trainflow.flows.pipeline.run_pipeline` does, and compare. Raises TrainflowError."""
         prepared = run_pipeline(self.spec, only="prepare-data")
         prepared.raise_for_error()
-        link, made = self._chain.lineage.stage("prepare-data"), prepared.manifests()["prepare-data"].content_digest
-        if link is not None and made != link.content_digest:
-            then = str(link.content_digest)[:12]
-            raise _other_data(f"the prepared data has the digest {made[:12]}…, that of the run {then}…")
+        then, now = self._prepared, prepared.manifests()["prepare-data"].content_digest
+        if then is not None and now != then.content_digest:
+            digests = f"{now[:12]}…, that of the run {str(then.content_digest)[:12]}…"
+            what = f"The data differs: the prepared data has the digest {digests}."
+            raise NotReproducibleError(what, field="data", remedy="Restore the data.")
         result = run_pipeline(self.spec)
         result.raise_for_error()
-        self._compare(result.manifests())
-        return self.outcome
-
-    # -- before it begins ---------------------------------------------------------------------------------------------
-
-    def _check_sources(self, spec: PipelineSpec) -> None:
-        sources = list(spec.prepare.sources)
-        if absent := find_absent(sources):
-            what = "A source of the data is not on this machine."
-            remedy = "Put it there, as it was when the run prepared its data."
-            raise ConfigError(what, field="prepare.sources", value=absent[0], remedy=remedy)
-        recorded = [source.digest for source in self._chain.lineage.sources]
-        now = fingerprints(sources, root=spec.root)
-        changed = [source["source"] for source, old in zip(now, recorded, strict=False) if source["digest"] != old]
-        if changed:
-            raise _other_data(f"the source {changed[0]} is not the one that the run's data was made from")
-
-    def _say_versions(self) -> None:
-        then, now = self._chain.lineage.versions, describe_environment()
-        for name, version in then.items():
-            current = now.get(name, "not installed")
-            if name != "trainer_lib" and current != version:
-                self.outcome.versions[name] = (version, current)
-                self._say(f"{name}: {version} in the run, {current} here")
-        plan = Plan.of(self.spec)
-        changes = describe_changes(self._storage, self.run, plan.early_keys)
-        self.outcome.settings = [str(change) for change in changes if ".versions." not in change.field]
-        for sentence in self.outcome.settings:
-            self._say(f"differs from the run: {sentence}")
-        if not self.outcome.versions and not changes:
-            self._say("versions, settings and recipe are those of the run")
-
-    # -- comparing ----------------------------------------------------------------------------------------------------
-
-    def _compare(self, now: Mapping[str, StageManifest]) -> None:
-        then = {stage: self._recorded(stage) for stage in self.run.stages if stage in now}
-        for stage, old in then.items():
-            if stage in _COMPARED:
-                self.outcome.compared += _compare_files(old, now[stage])
-        if "evaluate" in then:
-            before, after = (flat_metrics(side["evaluate"].metrics) for side in (then, now))
-            pairs = {name: (before[name], after[name]) for name in before if name in after}
-            differ = {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
-            self.outcome.metrics = {name: pair for name, pair in differ.items() if not all(map(math.isnan, pair))}
-        unequal = [file for file in self.outcome.compared if file["then"] != file["now"]]
-        self.outcome.tolerance = self._tolerance(then, now)
-        if not unequal and not self.outcome.metrics:
-            return
-        self._judge(unequal, has_metrics="evaluate" in then)
+        again = find_run(self._to, result.pipeline_key[:RUN_ID_CHARS], field="--to")
+        comparison = compare_runs(read_details(self._storage, self.run), read_details(self._to, again))
+        # The spec is the recorded one, but for what others would see.
+        return self._judge(result.manifests(), replace(comparison, spec=[]))
 
     def _recorded(self, stage: str) -> StageManifest:
         manifest, damage = look_up_under(self._storage, stage, self.run.stages[stage])
@@ -176,29 +132,25 @@ class Reproduction:
             raise ConfigError(what, field="X", value=self.run.id, remedy=remedy)
         return manifest
 
-    def _tolerance(self, then: Mapping[str, StageManifest], now: Mapping[str, StageManifest]) -> float | None:
-        facts = [side["train"].facts for side in (then, now)]
-        devices = [training.device or _CPU for training in facts if isinstance(training, TrainFacts)]
-        self.outcome.device = " and ".join(dict.fromkeys(devices))
-        if self._given is not None:
-            return self._given
-        return None if all(device == _CPU for device in devices) else TOLERANCE
-
-    def _judge(self, unequal: list[dict[str, Any]], *, has_metrics: bool) -> None:
-        outcome, tolerance = self.outcome, self.outcome.tolerance
-        for file in unequal:
+    def _judge(self, now: Mapping[str, StageManifest], comparison: RunComparison) -> Outcome:
+        then, tolerance = {stage: old for stage, old in self._then.items() if stage in now}, self._given
+        trained = [side["train"].facts for side in (then, now)]
+        devices = {facts.device or _CPU for facts in trained if isinstance(facts, TrainFacts)}
+        if tolerance is None and devices != {_CPU}:
+            tolerance = TOLERANCE
+        files = [file for stage in _FOLDERS if stage in then for file in _compare_files(then[stage], now[stage])]
+        differences = []
+        for file in files:
             if not (file["then"] and file["now"]):
-                outcome.differences.append(f"{file['path']} is in one of them only")
-            elif tolerance is None or not has_metrics:
-                outcome.differences.append(f"{file['path']} has other bytes")
-        for name, (old, new) in outcome.metrics.items():
-            if tolerance is None or not math.isclose(old, new, rel_tol=tolerance):
-                outcome.differences.append(f"{name}: {old:.6g} in the run, {new:.6g} here")
-        outcome.verdict = "different" if outcome.differences else "same metrics"
-
-
-def _other_data(what: str) -> NotReproducibleError:
-    return NotReproducibleError(f"The data differs: {what}.", field="data", remedy="Restore the data.")
+                differences.append(f"{file['path']} is in one of them only")
+            elif file["then"] != file["now"] and (tolerance is None or "evaluate" not in then):
+                differences.append(f"{file['path']} has other bytes")
+        old, new = (flat_metrics(side["evaluate"].metrics) if "evaluate" in side else {} for side in (then, now))
+        for name in sorted(old.keys() & new.keys()):
+            pair = (old[name], new[name])
+            if not (math.isclose(*pair, rel_tol=tolerance or 0.0) or all(map(math.isnan, pair))):
+                differences.append(f"{name}: {old[name]:.6g} in the run, {new[name]:.6g} here")
+        return Outcome(self.run.id, self._to, comparison, tolerance, files, differences)
 
 
 @contextlib.contextmanager
@@ -243,7 +195,7 @@ def _quiet(spec: PipelineSpec, to: str) -> PipelineSpec:
 
 
 def _compare_files(old: StageManifest, new: StageManifest) -> Iterator[dict[str, Any]]:
-    below = _COMPARED[old.stage]
+    below = _FOLDERS[old.stage]
     sides = [
         {file.path: file for file in side.files if file.path.startswith(below) and file.path.endswith(_FILES)}
         for side in (old, new)

@@ -18,9 +18,6 @@ from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainflow.flows.lineage.lineage_chain import find_chain
 from trainflow.flows.lineage.reproduction import Outcome, Reproduction, open_scratch
 from trainflow.flows.pipeline import run_pipeline
-from trainflow.flows.records.results import PipelineResult
-from trainflow.flows.spec.spec import PipelineSpec
-from trainflow.tasks.model import model_lineage
 
 
 def _reproduced(
@@ -44,15 +41,15 @@ def test_a_run_is_reproduced_bit_by_bit_from_what_it_kept(folder: Path, finished
     broken(folder, "2.0 * x", "3.0 * x")
     outcome = _reproduced(folder, tmp_path / "again", said)
     assert outcome.verdict == "same bytes"
-    assert {each["path"] for each in outcome.compared} == {
+    assert {each["path"] for each in outcome.files} == {
         "model/model.safetensors",
         "predictions/test/part-00000.parquet",
         "predictions/test/part-00001.parquet",
     }
-    assert all(each["then"] == each["now"] for each in outcome.compared)
-    assert (outcome.versions, outcome.settings, outcome.metrics, outcome.tolerance) == ({}, [], {}, None)
-    assert said[0].startswith("The recipe is the one that the run kept")
-    assert said[1:] == ["versions, settings and recipe are those of the run"]
+    assert all(each["then"] == each["now"] for each in outcome.files)
+    assert (outcome.comparison.is_equal, outcome.tolerance) == (True, None)
+    [line] = said
+    assert line.startswith("The recipe is the one that the run kept")
     assert not (tmp_path / "again" / "hub").exists()
     assert not (tmp_path / "again" / "mlflow.db").exists()
     assert outcome.failure() is None
@@ -79,39 +76,24 @@ def test_other_numbers_are_judged_by_the_tolerance(folder: Path, tmp_path: Path)
     assert (lenient.verdict, lenient.differences, lenient.tolerance) == ("same metrics", [], 1e-2)
 
 
-def test_other_versions_and_other_data_are_named_before_it_begins(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(model_lineage, "find_versions", lambda: {"python": "3.99.0", "torch": "9.0"})
-    said: list[str] = []
-    (folder / "rows.csv").write_text("1\n")
-    result = run(folder, f"prepare.sources=[{folder / 'rows.csv'}]")
+def test_other_data_ends_it_before_training(folder: Path, tmp_path: Path) -> None:
+    rows = folder / "rows.csv"
+    rows.write_text("1\n")
+    result = run(folder, f"prepare.sources=[{rows}]")
     result.raise_for_error()
     assert result.report_url is not None
     chain = find_chain(result.report_url.rpartition("/")[0])
-    again = str(tmp_path / "again")
-    job = Reproduction(chain, again, None, said.append)
-    assert job.outcome.versions["python"][1] == "3.99.0"
-    (folder / "rows.csv").write_text("2\n")
-    with pytest.raises(NotReproducibleError, match=r"the source rows\.csv is not the one"):
-        Reproduction(chain, again, None, said.append)
-    (folder / "rows.csv").unlink()
-    with pytest.raises(ConfigError, match="not on this machine"):
-        Reproduction(chain, again, None, said.append)
-
-
-def test_prepared_data_that_comes_out_otherwise_stops_it(folder: Path, tmp_path: Path) -> None:
-    calls: list[str | None] = []
-
-    def edited(spec: PipelineSpec, only: str | None = None) -> PipelineResult:
-        calls.append(only)
-        prepare = spec.prepare.model_copy(update={"options": {"rows": 65}})
-        return run_pipeline(spec.model_copy(update={"prepare": prepare}), only=only)
-
-    job = Reproduction(find_chain(str(run_of(folder))), str(tmp_path / "again"), None, lambda text: None)
+    again = tmp_path / "again"
+    job = Reproduction(chain, str(again), None, lambda text: None)
+    job.spec = job.spec.model_copy(
+        update={"prepare": job.spec.prepare.model_copy(update={"options": {"rows": 65}})}
+    ).with_resolver(job.spec.resolver)
     with pytest.raises(NotReproducibleError, match="the prepared data has the digest"):
-        job.carry_out(edited)
-    assert calls == ["prepare-data"]
+        job.carry_out(run_pipeline)
+    assert [stage.name for stage in (again / "stages").iterdir()] == ["prepare-data"]
+    rows.unlink()
+    with pytest.raises(ConfigError, match=r"(?s)rows\.csv"):
+        Reproduction(chain, str(again), None, lambda text: None)
 
 
 def test_what_cannot_be_repeated_is_bad_input(folder: Path, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.suggestions import counted, to_cell
 from trainer_lib.errors import ConfigError, StorageError
 from trainflow.flows.cli import terminal
+from trainflow.flows.cli.commands.runs import comparison_lines
 from trainflow.flows.cli.options import Answer, BareForm, Form, SpecWords, choose, command, use_registry_here
 from trainflow.flows.cli.presentation import shown
 from trainflow.flows.cli.signals import stoppable
@@ -225,7 +226,7 @@ def reproduce(
 ) -> Answer:
     """Run a recorded run again, and compare weights, predictions and metrics. Exit code 20 if they differ.
 
-    What differs in versions, settings and recipe is named before it begins. MLflow and hubs are left alone.
+    The two runs are compared as `trainflow compare` does it. MLflow and hubs are left alone.
     """
     if tolerance is not None and not tolerance < 1:
         raise ConfigError(
@@ -245,15 +246,17 @@ def reproduce(
 
 
 def _lines(outcome: Outcome, *, kept: bool) -> Iterator[Text]:
-    same = sum(file["then"] == file["now"] for file in outcome.compared)
-    yield Text(outcome.verdict, "bold red" if outcome.verdict == "different" else "green")
-    yield Text(f"  files    {same} of {len(outcome.compared)} have the same bytes")
-    tolerance = "" if outcome.tolerance is None else f" (tolerance {outcome.tolerance:g}, on {outcome.device})"
-    yield Text(f"  metrics  {f'{len(outcome.metrics)} differ{tolerance}' if outcome.metrics else 'the same'}")
+    same = sum(file["then"] == file["now"] for file in outcome.files)
+    yield Text(outcome.verdict, "bold red" if outcome.differences else "green")
+    yield Text(f"  files    {same} of {len(outcome.files)} have the same bytes")
+    if outcome.tolerance is not None:
+        yield Text(f"  metrics  compared up to a relative difference of {outcome.tolerance:g}")
     for sentence in outcome.differences:
         yield Text(f"  differs  {sentence}")
     if kept:
         yield Text(f"  where    {shown(outcome.to)}")
+    yield Text()
+    yield from comparison_lines(outcome.comparison)
 
 
 # -- prove-resume -----------------------------------------------------------------------------------------------------

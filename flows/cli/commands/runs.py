@@ -195,7 +195,7 @@ def compare(form: BareForm, old: Run, new: Run, place: PlaceWords) -> Answer:
     from trainflow.flows.runs.run_details import compare_runs, read_details
 
     comparison = compare_runs(*(read_details(chosen.storage, chosen.run(text)) for text in (old, new)))
-    return Answer(comparison.to_dict(), lambda: _comparison_lines(comparison))
+    return Answer(comparison.to_dict(), lambda: comparison_lines(comparison))
 
 
 @command("trainflow tag last baseline")
@@ -381,7 +381,8 @@ def _facts(facts: Mapping[str, str]) -> list[Text]:
     return table([("", ""), *facts.items()], [("dim",)] * len(facts), bare=True, indent="  ")
 
 
-def _comparison_lines(comparison: RunComparison) -> list[Text]:
+def comparison_lines(comparison: RunComparison) -> list[Text]:
+    """The differences of two runs, and their metrics next to each other."""
     sides = [(to_cell(side.run.run_name), side.run.id[:SHORT_ID]) for side in (comparison.old, comparison.new)]
     lines = [Text(" -> ".join(f"{name} ({short})" if name else short for name, short in sides), "bold")]
     parts: dict[str, Sequence[object]] = {
