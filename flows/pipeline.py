@@ -32,7 +32,7 @@ from trainflow.flows.records.past_runs import read_run
 from trainflow.flows.records.prefect_runs import created_by_this_process, own_flow_run
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, tell_of_run
 from trainflow.flows.records.run_logs import keep_logs
-from trainflow.flows.reports.run_record import RunRecord, live_report, run_artifacts
+from trainflow.flows.reports.run_record import RunRecord, collect_history, run_artifacts
 from trainflow.flows.run_stages import run_stages
 from trainflow.flows.runs.heartbeat import beating
 from trainflow.flows.runs.run_status import plan_of_try, read_status, sweep
@@ -143,7 +143,7 @@ def _recorded(plan: Plan, result: PipelineResult) -> Iterator[RunRecord]:
     # Not before Prefect knows the end: a sign that a killed process leaves has its run marked as ended there.
     alive = beating(plan, at_end=expected_ending().do_afterwards)
     try:
-        with alive, run_artifacts(record), record, keep_logs(record.folder), live_report(record):
+        with alive, run_artifacts(record), record, keep_logs(record.folder), collect_history(record):
             yield record
     finally:
         wait_for_drawings()

@@ -103,7 +103,7 @@ def render_report(
     *,
     sections: Sequence[Section] = (),
     spec: str = "",
-    refresh_s: int | None = None,
+    is_over: bool = True,
 ) -> str:
     """The report as HTML text.
 
@@ -114,7 +114,7 @@ def render_report(
         charts: title -> SVG of the curves of the training (`draw_charts`).
         sections: those that follow the results.
         spec: the resolved spec.
-        refresh_s: the run has not ended, and the page reloads itself after as many seconds; None: it has ended.
+        is_over: the run has ended.
     """
     stages = [_stage_row(stage, result) for stage in result.get("stages", ())]
     longest = max((stage["seconds"] for stage in stages), default=0.0)
@@ -138,7 +138,7 @@ def render_report(
         spec=spec,
         files=list(_files(result)),
         versions=find_versions(),
-        refresh_s=refresh_s,
+        is_over=is_over,
         written=_moment(None),
     )
 

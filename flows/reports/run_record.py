@@ -60,12 +60,10 @@ from trainflow.flows.reports.run_tracking import ModelTracking, RunTracking, log
 from trainflow.flows.stages import all_stages
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.stage.progress import Event, describe, subscribe
+from trainflow.tasks.stage.progress import Event, subscribe
 from trainflow.tasks.stage.retry import now
 from trainflow.tasks.tracking import mlflow_run as tracking
 
-EVERY_S = 10.0
-"""Seconds between two reports of a run that has not ended."""
 LIMIT_S = 3.0
 _MOST_ENTRIES = 20_000
 _log = logging.getLogger(__name__)
@@ -88,6 +86,8 @@ def has_nothing_to_do(plan: Plan, record: Mapping[str, Any]) -> bool:
 
 class RunRecord:
     """The record of one run as a context: entered before the first stage, left with the report written.
+
+    The report is also written when a stage has ended.
 
     Args:
         plan: what the run does.
@@ -251,17 +251,21 @@ class RunRecord:
         # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(REPORT):
             return
-        train = describe_outcomes(self.result.stages, self._record.get("outcomes")).get("train", {})
-        compared = compare_with_plan(self.folder, self.result.storage, train)
-        result = {**self.result.to_dict(), "started": self._started, "compared": compared, **self._read_registered()}
-        self.charts = draw_charts(self._read_history())
-        sections = collect_sections(self.plan, self.result)
-        text = render_report(result, self.charts, sections=sections, spec=mask(self.plan.spec_text))
-        self.folder.replace(REPORT, text.encode())
+        text = self._replace_report(self._read_registered())
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)
             log_charts(self.plan.spec, self.tracked, self.charts)
         self._is_reported = True
+
+    def _replace_report(self, more: Mapping[str, Any], *, is_over: bool = True) -> str:
+        train = describe_outcomes(self.result.stages, self._record.get("outcomes")).get("train", {})
+        compared = compare_with_plan(self.folder, self.result.storage, train)
+        result = {**self.result.to_dict(), "started": self._started, "compared": compared, **more}
+        self.charts = draw_charts(self._read_history())
+        sections = collect_sections(self.plan, self.result)
+        text = render_report(result, self.charts, sections=sections, spec=mask(self.plan.spec_text), is_over=is_over)
+        self.folder.replace(REPORT, text.encode())
+        return text
 
     def _read_registered(self) -> dict[str, Any]:
         """The outcome of the registration, for the report. Only the first call waits: a signal may interrupt that."""
@@ -298,6 +302,8 @@ class RunRecord:
         if self._record.get("stages", {}).get(manifest.stage) == manifest.key:
             return
         self._try_to_save(stages={**self._record.get("stages", {}), manifest.stage: manifest.key})
+        self.result.seconds = round(time.monotonic() - self._start_s, 3)
+        write_or_warn("report", lambda: self._replace_report({}, is_over=False))
 
     def _try_to_save(self, **changes: Any) -> None:
         try:
@@ -370,91 +376,23 @@ class RunRecord:
 
 
 @contextlib.contextmanager
-def live_report(record: RunRecord) -> Iterator[None]:
-    """Keep a run's report up to date inside the block, from the start of the first stage that runs.
+def collect_history(record: RunRecord) -> Iterator[None]:
+    """Collect the log of the training inside the block: the curve of one that fails."""
+    history: list[dict[str, Any]] = []
+    record.logged = lambda: list(history)
 
-    It reloads itself, and is rewritten from the events of the stages; the report of the end takes its place.
-    """
-    writer = _Writer(record)
-    record.logged = lambda: list(writer.history)
-    with subscribe(writer.listen):
-        try:
-            yield
-        finally:
-            writer.stop()
-
-
-class _Writer:
-    """The newest state of the run, and the thread that writes it down."""
-
-    def __init__(self, record: RunRecord) -> None:
-        self._record = record
-        self._began, self._moment = time.monotonic(), time.time()
-        self.history: list[dict[str, Any]] = []
-        self._running: dict[str, dict[str, Any]] = {}
-        self._done = threading.Event()
-        self._thread: threading.Thread | None = None
-
-    def listen(self, event: Event) -> None:
-        """Take note of an event."""
-        stage, kind = str(event.get("stage") or ""), event.get("event")
-        if kind == "stage":
-            self._note_stage(stage, event)
-        elif stage in self._running and kind in ("progress", "log", "resume", "wait"):
-            known = self._running[stage]
-            known |= {name: value for name, value in event.items() if value is not None}
-            known["reason"] = describe(known) or event.get("message") or known.get("reason")
+    def listen(event: Event) -> None:
+        kind = event.get("event")
         if kind == "resume" and isinstance(event.get("history"), list):
-            self.history = [dict(entry) for entry in event["history"]]
-        if kind == "log" and stage == "train" and isinstance(event.get("logs"), dict):
-            self.history.append({**event["logs"], "step": event.get("step")})
+            history[:] = [dict(entry) for entry in event["history"]]
+        if kind == "log" and event.get("stage") == "train" and isinstance(event.get("logs"), dict):
+            history.append({**event["logs"], "step": event.get("step")})
             # The curve is too dense to read: keep every other point.
-            if len(self.history) > _MOST_ENTRIES:
-                self.history = self.history[::2]
+            if len(history) > _MOST_ENTRIES:
+                history[:] = history[::2]
 
-    def stop(self) -> None:
-        """End the thread; nothing is written afterwards."""
-        self._done.set()
-        if self._thread is not None:
-            self._thread.join()
-
-    def _note_stage(self, stage: str, event: Event) -> None:
-        if event.get("status") == "started":
-            self._running[stage] = {"since": time.monotonic(), "reason": event.get("reason")}
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._keep, name="trainflow-live-report", daemon=True)
-                self._thread.start()
-        elif event.get("status") != "waiting":
-            self._running.pop(stage, None)
-
-    def _keep(self) -> None:
-        while not self._done.wait(EVERY_S):
-            try:
-                self._write()
-            except Exception as unwritten:  # the next one may succeed; the work does not depend on it
-                _log.debug("The report could not be written: %s", unwritten)
-
-    def _write(self) -> None:
-        now_s = time.monotonic()
-        running = [
-            {"stage": name, "status": "running", "reason": stage.get("reason") or "", "seconds": now_s - stage["since"]}
-            for name, stage in list(self._running.items())
-        ]
-        record = self._record
-        plain = record.result.to_dict()
-        known = {outcome["stage"] for outcome in plain["stages"]}
-        stages = [*plain["stages"], *(stage for stage in running if stage["stage"] not in known)]
-        url = f"{record.folder.url}/{REPORT}"
-        state = {**plain, "stages": stages, "seconds": now_s - self._began, "started": self._moment, "report_url": url}
-        page = render_report(
-            state,
-            draw_charts(self.history),
-            sections=collect_sections(record.plan, record.result),
-            spec=mask(record.plan.spec_text),
-            refresh_s=max(1, round(EVERY_S)),
-        )
-        if not self._done.is_set():
-            record.folder.replace(REPORT, page.encode())
+    with subscribe(listen):
+        yield
 
 
 @contextlib.contextmanager
