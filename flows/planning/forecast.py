@@ -193,17 +193,6 @@ class Forecast:
             return None
         return self.own.total + (self.estimate.process_bytes if self.estimate.device == "cpu" else 0)
 
-    def planned(self) -> dict[str, float | None]:
-        """The numbers that are compared with what came of the run (`trainflow.flows.records.results`)."""
-        length, room = self.length, self.room
-        return {
-            "seconds": self.seconds,
-            "peak_bytes": self.peak_bytes,
-            "steps": None if length is None else length.steps,
-            "samples": None if length is None else length.samples,
-            "checkpoint_bytes": None if room is None else room.checkpoint_bytes,
-        }
-
     def to_dict(self) -> dict[str, Any]:
         """This as plain JSON."""
         parts: Mapping[str, Any] = {"length": self.length, "estimate": self.estimate, "probe": self.probe}

@@ -14,15 +14,13 @@ from urllib.parse import urlsplit
 
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import ConfigError, StorageError, TrainflowError
+from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.hub.base import SCHEME, parse_target
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainer_lib.storage.urls import checked_address
 from trainflow.flows.planning.forecast import Forecast, forecast
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.past_runs import run_folder
-from trainflow.flows.records.results import RUN_ID_CHARS, write_plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
@@ -125,7 +123,7 @@ def plan_in_full(
     probe: bool = False,
     during: Callable[[str], AbstractContextManager[object]] = lambda _: contextlib.nullcontext(),
 ) -> FullPlan:
-    """Work out what a run would do and take, and keep it for the run's report. Raises TrainflowError.
+    """Work out what a run would do and take. Raises TrainflowError.
 
     Args:
         probe: prepare the data if it is not, train a few real steps, and measure time and memory.
@@ -143,11 +141,7 @@ def plan_in_full(
             plan = Plan.of(plan.spec, debug=plan.context.debug)
     with during("building the model without values" + (", then training a few steps" if probe else "")):
         found = forecast(plan, ask=lambda data, found: _ask(plan, data, found, probe=probe))
-    obstacles = tuple(find_obstacles(plan, found))
-    if found.length is not None and not any(obstacle.field == "storage" for obstacle in obstacles):
-        with contextlib.suppress(StorageError):  # the plan is shown all the same
-            write_plan(run_folder(plan.spec.storage, plan.pipeline_key[:RUN_ID_CHARS]), found.planned())
-    return FullPlan(plan, found, obstacles)
+    return FullPlan(plan, found, tuple(find_obstacles(plan, found)))
 
 
 def effective_arguments(plan: Plan) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from trainer_lib.base.suggestions import counted, number_words, to_markdown, to_
 from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import compare_with_baselines, slice_tables, whole_metrics, with_intervals
-from trainflow.flows.records.results import HEAD, PipelineResult, comparison_cells
+from trainflow.flows.records.results import PipelineResult
 from trainflow.tasks.model.model_lineage import find_versions
 
 if TYPE_CHECKING:
@@ -108,9 +108,8 @@ def render_report(
     """The report as HTML text.
 
     Args:
-        result: a pipeline run as `PipelineResult.to_dict()` gives it. Also used, when there: `started` (ISO time),
-            `compared` (rows of `compare_with_plan`), and `registers` (the name that the registry was asked for) with
-            `registered` (its answer).
+        result: a pipeline run as `PipelineResult.to_dict()` gives it. Also used, when there: `started` (ISO time), and
+            `registers` (the name that the registry was asked for) with `registered` (its answer).
         charts: title -> SVG of the curves of the training (`draw_charts`).
         sections: those that follow the results.
         spec: the resolved spec.
@@ -207,8 +206,6 @@ def _sections_of_result(result: Mapping[str, Any]) -> Iterator[Section]:
     yield Section("Gates", [Panel(columns=("metric", "required", "measured", ""), rows=gates)] if gates else [])
     if result.get("registers"):
         yield _registered(result["registers"], result.get("registered"))
-    compared = comparison_cells(result.get("compared") or [])
-    yield Section("Plan and outcome", [Panel(columns=HEAD, rows=compared)] if compared else [])
 
 
 def _metric_tables(manifests: Mapping[str, Mapping[str, Any]]) -> Iterator[Panel]:

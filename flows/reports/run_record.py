@@ -48,7 +48,6 @@ from trainflow.flows.records.results import (
     RUN_ID_CHARS,
     PipelineResult,
     collect_metrics,
-    compare_with_plan,
     describe_outcomes,
     read_training_history,
 )
@@ -258,9 +257,7 @@ class RunRecord:
         self._is_reported = True
 
     def _replace_report(self, more: Mapping[str, Any], *, is_over: bool = True) -> str:
-        train = describe_outcomes(self.result.stages, self._record.get("outcomes")).get("train", {})
-        compared = compare_with_plan(self.folder, self.result.storage, train)
-        result = {**self.result.to_dict(), "started": self._started, "compared": compared, **more}
+        result = {**self.result.to_dict(), "started": self._started, **more}
         self.charts = draw_charts(self._read_history())
         sections = collect_sections(self.plan, self.result)
         text = render_report(result, self.charts, sections=sections, spec=mask(self.plan.spec_text), is_over=is_over)

@@ -15,7 +15,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainflow.flows.records.past_runs import ARGUMENTS_FILE, PastRun, read_tags, run_folder
 from trainflow.flows.records.recorded_spec import read_spec_record
-from trainflow.flows.records.results import compare_with_plan, flat_metrics
+from trainflow.flows.records.results import flat_metrics
 from trainflow.flows.records.run_logs import Attempt, read_attempts
 from trainflow.flows.records.run_names import flat_settings
 from trainflow.flows.stages import find_stage, stage_names
@@ -73,7 +73,6 @@ class RunDetails:
         spec: the spec as it was recorded, overrides included; empty where it is gone.
         arguments: stage -> every training argument, as they were worked out then.
         places: label -> URL: model, predictions, report, MLflow run, publication.
-        compared: rows of `compare_with_plan`.
     """
 
     run: PastRun
@@ -83,7 +82,6 @@ class RunDetails:
     tags: tuple[str, ...]
     attempts: tuple[Attempt, ...]
     places: Mapping[str, str]
-    compared: list[dict[str, Any]]
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -119,7 +117,6 @@ class RunDetails:
             "attempts": [vars(attempt) for attempt in self.attempts],
             "metrics": self.metrics,
             "places": dict(self.places),
-            "compared": self.compared,
             "spec": dict(self.spec),
             "code": dict(run.sources),
             "versions": self.versions,
@@ -153,7 +150,6 @@ def read_details(storage: str, run: PastRun, *, is_at_work: bool = False) -> Run
         tags=tuple(read_tags(storage, run)),
         attempts=tuple(read_attempts(storage, run)),
         places=places,
-        compared=compare_with_plan(folder, storage, (run.record.get("outcomes") or {}).get("train") or {}),
     )
 
 

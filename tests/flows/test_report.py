@@ -343,18 +343,6 @@ def test_a_failure_is_told_with_its_remedy_and_a_run_without_anything_is_a_page_
     assert "svg" not in Page(render_report({"name": "x", "stages": [], "error": None})).tags
 
 
-def test_a_plan_is_shown_beside_what_came_of_it() -> None:
-    planned = {"seconds": (50.0, 63.0), "peak_bytes": (2e6, 1.9e6), "steps": (300, 300)}
-    compared = [
-        {"quantity": name, "planned": one, "actual": other, "difference": other / one - 1}
-        for name, (one, other) in planned.items()
-    ]
-    text = render_report({"name": "toy", "compared": compared})
-    assert "Plan and outcome" in text
-    assert all(each in text for each in ("+26.0%", "-5.0%", "+0.0%", "2 MB", "1.9 MB", "peak memory"))
-    assert "Plan and outcome" not in render_report({"name": "toy"})
-
-
 # -- the closing summary on the command line ---------------------------------------------------------------------------
 
 REVISION = "https://huggingface.co/me/toy/tree/0f3a"

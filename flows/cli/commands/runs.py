@@ -22,7 +22,6 @@ from trainflow.flows.cli.commands.status import COLOURS, SHORT_ID
 from trainflow.flows.cli.options import Answer, BareForm, Form, PlaceWords, Run, command
 from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
-from trainflow.flows.records.results import HEAD, comparison_cells
 from trainflow.flows.server.schedule import read_interval
 
 if TYPE_CHECKING:
@@ -316,9 +315,6 @@ def _detail_lines(details: RunDetails, status: RunStatus, everything: bool) -> l
     if details.metrics:
         lines += [Text(), *_facts(with_intervals(details.metrics))]
     lines += [Text(), *_facts({name: shown(place) for name, place in details.places.items()})]
-    if details.compared:
-        rows = [HEAD, *comparison_cells(details.compared)]
-        lines += [Text(), Text("plan and outcome", "bold"), *table(rows, right=frozenset({1, 2, 3}))]
     for title, values in _chosen_settings(details, everything).items():
         lines += _section(title, values)
     lines += _section("code", {name: digest[:_DIGEST] for name, digest in run.sources.items()})

@@ -12,20 +12,18 @@ from typing import Any
 import pytest
 
 from tests.support.hub_server import HubServer
-from tests.support.recorded import commit_facts, commit_stage
+from tests.support.recorded import commit_facts
 from tests.support.toy import project
 from trainer_lib.errors import CodeError
 from trainer_lib.launch import warm
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
-from trainer_lib.storage import Store
 from trainflow.flows.cli.commands.execution import describe_plan
 from trainflow.flows.planning import full_plan
 from trainflow.flows.planning.forecast import Forecast, Length, forecast
 from trainflow.flows.planning.full_plan import Obstacle, find_obstacles
 from trainflow.flows.planning.plan import Plan
-from trainflow.flows.records.results import compare_with_plan, write_plan
 from trainflow.flows.run_stages import expect_launches
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.tasks.stage import rehearsal
@@ -197,21 +195,6 @@ def test_servers_that_do_not_answer_are_found_and_that_of_mlflow_is_not_fatal(
     [mlflow] = obstacles(path, "tracking.enabled=true", "tracking.uri=http://127.0.0.1:9")
     assert (mlflow.field, mlflow.value, mlflow.is_fatal) == ("tracking.uri", "http://127.0.0.1:9", False)
     assert "Connection refused" in mlflow.what
-
-
-def test_a_plan_is_kept_and_compared_with_what_came_of_it(tmp_path: Path) -> None:
-    storage, folder = str(tmp_path), Store.open(str(tmp_path / "runs" / "abc"))
-    facts = {"global_step": 5, "global_samples": 40}
-    keys = [commit_stage(storage, "train", str(more), facts={**facts, **more}) for more in ({}, {"resumed_from": 2})]
-    whole, resumed = ({"status": "ran", "seconds": 11.0, "key": key} for key in keys)
-    assert compare_with_plan(folder, storage, whole) == []
-    write_plan(folder, {"seconds": 10.0, "peak_bytes": 200, "steps": 5})
-    rows = {row["quantity"]: row["difference"] for row in compare_with_plan(folder, storage, whole)}
-    assert rows == {"seconds": pytest.approx(0.1), "steps": 0}
-    assert [row["quantity"] for row in compare_with_plan(folder, storage, resumed)] == ["steps"], "timed in part"
-    assert compare_with_plan(folder, storage, {**whole, "status": "cached"}) == []
-    folder.write_bytes("plan.json", b"{torn")
-    assert compare_with_plan(folder, storage, whole) == []
 
 
 # -- launches that are announced --------------------------------------------------------------------------------------
