@@ -78,9 +78,9 @@ def test_a_refusal_says_what_where_why_and_what_to_do(spec: Path, cli: Cli) -> N
         ("ui pipeline.yaml", "No run has been recorded there yet."),
         ("ui pipeline.yaml --storage elsewhere", "not both"),
         ("checkpoints list .", "No committed checkpoint is there."),
-        ("checkpoints import absent out", "There is no checkpoint"),
-        ("checkpoints import nope://x out", "Unknown URL scheme"),
-        ("checkpoints import s3://user:secret@bucket/x out", "must not carry credentials"),
+        ("checkpoints import absent out --model recipe.py:build", "There is no checkpoint"),
+        ("checkpoints import nope://x out --model recipe.py:build", "Unknown URL scheme"),
+        ("checkpoints import s3://user:secret@bucket/x out --model recipe.py:build", "must not carry credentials"),
         ("checkpoints import . out --model train.py", "not of the form FILE.py:FUNCTION"),
         ("checkpoints import . out --model absent.py:build", "This file does not exist"),
         ("predict lst new.csv", "No run with this id, name or tag"),
@@ -371,7 +371,7 @@ CASES = {
     "checkpoints list": (0, "store"),
     "checkpoints verify": (0, "store"),
     "checkpoints prune": (0, "store --keep 9"),
-    "checkpoints import": (2, "old out"),
+    "checkpoints import": (2, "old out --model recipe.py:build"),
 }
 # Those that print their result with `--quiet` as well.
 RESULTS = {"why", "plan", "gc", "status", "runs", "show", "compare", "logs", "models", "lineage", "checkpoints list"}
@@ -568,7 +568,9 @@ def test_leftovers_of_a_folder_that_a_run_holds_stay(tmp_path: Path, cli: Cli) -
 # ------------------------------------------------------------------------------------------------------------- import
 def test_a_checkpoint_of_transformers_is_imported(tmp_path: Path, cli: Cli) -> None:
     peer_run(tmp_path / "peer", llama(), lm_rows(8), max_steps=2, save_steps=2)
-    done = cli("checkpoints", "import", tmp_path / "peer" / "checkpoint-2", tmp_path / "run")
+    (tmp_path / "model.py").write_text("from tests.support.tiny_models import llama\n")
+    model = f"{tmp_path / 'model.py'}:llama"
+    done = cli("checkpoints", "import", tmp_path / "peer" / "checkpoint-2", tmp_path / "run", "--model", model)
     assert done.code == 0, done.err
     assert "imported  step 2, 21 parameters" in done.out
     assert "left out  training_args.bin" in done.out

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import safetensors.torch
 import torch
 from torch import nn
 
@@ -232,7 +233,7 @@ def _importing(folder: Path) -> dict[str, Target]:
     random_states = {"python": random.getstate(), "cpu": torch.get_rng_state()}
     numpy_state = np.random.get_state()
     files = {
-        "pytorch_model.bin": saved(weights),
+        "model.safetensors": safetensors.torch.save(weights),
         "optimizer.pt": saved({"state": state, "param_groups": groups}),
         "scheduler.pt": saved(
             {"last_epoch": 2, "base_lrs": [0.1, 0.1], "_last_lr": [0.1, 0.1], "lr_lambdas": [{}, {}]}
@@ -254,14 +255,17 @@ def _importing(folder: Path) -> dict[str, Target]:
 
         return read
 
+    ways = {"json": in_json, "safetensors": in_safetensors}
     found = {
-        f"import {name}": Target(reader(name), [data], in_json if name.endswith(".json") else in_torch_file)
+        f"import {name}": Target(reader(name), [data], ways.get(name.rpartition(".")[2], in_torch_file))
         for name, data in files.items()
     }
     found["torch file"] = Target(
-        _file(folder / "torch", "x.pt", read_torch_file), list(files.values())[:5], in_torch_file
+        _file(folder / "torch", "x.pt", read_torch_file), list(files.values())[1:5], in_torch_file
     )
-    found["index"] = Target(_index(folder / "index", files), [b'{"weight_map": {"0.weight": "one.bin"}}'], in_json)
+    found["index"] = Target(
+        _index(folder / "index", files), [b'{"weight_map": {"0.weight": "one.safetensors"}}'], in_json
+    )
     return found
 
 
@@ -271,16 +275,16 @@ def _imported(store: Store) -> object:
     names = [[f"parameter {number}" for number in group["params"]] for group in source.optimizer["param_groups"]]
     snapshot = convert_optimizer(source.optimizer, names)
     schedule = convert_scheduler(source.scheduler, names)
-    return snapshot, schedule, derive_position(source.state), source.config
+    return snapshot, schedule, derive_position(source.state)
 
 
 def _index(folder: Path, files: dict[str, bytes]) -> Read:
     folder.mkdir()
     for name, data in files.items():
-        (folder / ("one.bin" if name == "pytorch_model.bin" else name)).write_bytes(data)
+        (folder / ("one.safetensors" if name == "model.safetensors" else name)).write_bytes(data)
 
     def read(data: bytes) -> object:
-        (folder / "pytorch_model.bin.index.json").write_bytes(data)
+        (folder / "model.safetensors.index.json").write_bytes(data)
         return read_source(Store.open(folder))
 
     return read

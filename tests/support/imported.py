@@ -24,13 +24,13 @@ def peer_run(folder: Path, model: Any, rows: list[Any], **given: Any) -> Any:
     return peer
 
 
-def import_here(source: Path | str, destination: Path | str, model: str | None = None) -> ImportResult:
+def import_here(source: Path | str, destination: Path | str, model: str) -> ImportResult:
     """Import a checkpoint in this process; `model` is FILE.py:FUNCTION."""
-    path, _, name = (model or "").rpartition(":")
+    path, _, name = model.rpartition(":")
     request = ImportRequest(
         output=str(destination),
         source=str(source),
-        recipe=RecipeFile(path, str(Path(path).parent)) if model else None,
-        model=name if model else None,
+        recipe=RecipeFile(path, str(Path(path).parent)),
+        model=name,
     )
     return run(request, kind="in_process")

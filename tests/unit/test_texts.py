@@ -218,7 +218,7 @@ REQUESTS: list[Request[Any]] = [
     MeasureRowsRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),)),
     ExportRequest(output="o", model="m", code="c", form="onnx", sources=(RowFile("s3://b", "a.csv", 3),)),
     CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
-    ImportRequest(output="o", source="s"),
+    ImportRequest(output="o", recipe=RECIPE, source="s", model="build"),
 ]
 
 

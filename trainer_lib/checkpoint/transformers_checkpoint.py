@@ -2,11 +2,11 @@
 
 ::
 
-    model.safetensors (or shards and their index, or pytorch_model.bin)   weights
-    optimizer.pt scheduler.pt scaler.pt rng_state*.pth                    read without running what is in them
-    trainer_state.json                                                    step, epoch, log, best metric
-    config.json, the tokenizer's files                                    copied
-    training_args.bin                                                     a pickle of a class: left out, never opened
+    model.safetensors (or shards and their index)        weights
+    optimizer.pt scheduler.pt scaler.pt rng_state*.pth   read without running what is in them
+    trainer_state.json                                   step, epoch, log, best metric
+    config.json, the tokenizer's files                   copied
+    training_args.bin, pytorch_model.bin                 pickles: left out, never opened
 
 A file that `torch.save` wrote is a ZIP archive of ``data.pkl``, a pickle, and the bytes of each tensor's storage. A
 pickle is a program that may import and call anything; torch's `weights_only` interpreter carries out a closed list of
@@ -14,29 +14,26 @@ its instructions and imports (tensors, numbers, texts, lists, dictionaries; here
 refuses any other by its name. Archives that unpack to more bytes than they have, tensors larger than their bytes,
 values without end and formats from before torch 1.6 are refused as well.
 
-The model of the checkpoint is built on the meta device, for names, shapes and their order. config.json can only name
-classes of the installed transformers. No code in the folder or on the Hub runs, nothing is downloaded, and a
-configuration that describes many more parameters than there are weights is refused.
+The model of the checkpoint, for names, shapes and their order, is what a function of the user returns. No code in the
+folder or on the Hub runs, and nothing is downloaded.
 
 Only `trainflow checkpoints import` reads such folders, in a worker process: checkpoints of trainflow hold no such file.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fnmatch
 import math
 import re
 import zipfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.catalogue import refuse_source, require_importable
@@ -51,22 +48,20 @@ from trainer_lib.storage import Store
 _JSON_LIMIT = 512 * 2**20
 _FILE_LIMIT = 256 * 2**20
 """The largest JSON file and the largest copied file that are read, in bytes."""
-_SHARD = re.compile(r"[\w.-]{1,200}\.(safetensors|bin)")
+_SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
 _RNG = re.compile(r"rng_state(?:_(\d{1,6}))?\.pth")
 _COPIED = (
     *("config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json", "vocab.*"),
     *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "merges.txt", "*.model", "chat_template.*"),
 )
 _RUNNABLE = ("*.py", "*.so", "*.sh", "*.pkl", "*.bin", "*.pt", "*.pth")
-_READ = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt", "model.safetensors.index.json"}
+_INDEX = "model.safetensors.index.json"
+_READ = {"trainer_state.json", "optimizer.pt", "scheduler.pt", "scaler.pt", _INDEX}
 _PROGRAM_LIMIT = 128 * 2**20  # bytes of data.pkl
 _RECORDS = 2_000_000  # files in the archive
 _SMALLEST = 22  # bytes of the record that ends an archive
 _VALUES = 2_000_000  # values in the result
 _DEPTH = 64  # levels of nesting in the result
-_UNSAFE = {"auto_map", "custom_pipelines", "trust_remote_code", "quantization_config", "_name_or_path", "name_or_path"}
-_KERNELS = ("attn_implementation", "experts_implementation")
-_FEW = 1_000  # parameters that any configuration may describe: on the meta device they cost little
 # In torch's message: the import that it refuses, or what else is wrong. Its rest advises to load the file all the same.
 _IMPORT = re.compile(r"GLOBAL (\S+)")
 _REASON = re.compile(r"WeightsUnpickler error:\s*(.+)")
@@ -197,12 +192,6 @@ class Source:
     state: TrainerState
     files: dict[str, bytes] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
-
-    @property
-    def config(self) -> dict[str, Any] | None:
-        """The content of config.json; None when there is none."""
-        data = self.files.get("config.json")
-        return None if data is None else _parse_object(data, f"{self.url}/config.json")
 
 
 def read_source(store: Store) -> Source:
@@ -339,30 +328,18 @@ def _require_mapping(value: Any, where: str) -> dict[str, Any]:
 
 def _read_weights(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
     """Read the weights: name → tensor, and the names of the files that hold them."""
-    for whole in ("model.safetensors", "adapter_model.safetensors", "pytorch_model.bin"):
+    for whole in ("model.safetensors", "adapter_model.safetensors"):
         if whole in names:
-            return _read_tensors(store, whole), {whole}
-    for index in ("model.safetensors.index.json", "pytorch_model.bin.index.json"):
-        if index in names:
-            return _read_shards(store, index, names)
-    raise refuse_source(
-        store, "The folder has no weights.", "Name a folder with model.safetensors or pytorch_model.bin."
-    )
+            return read_safetensors(store, whole), {whole}
+    if _INDEX in names:
+        return _read_shards(store, names)
+    remedy = "Load pytorch_model.bin with from_pretrained, and write model.safetensors here with save_pretrained."
+    raise refuse_source(store, "The folder has no weights in safetensors.", remedy)
 
 
-def _read_tensors(store: Store, name: str) -> dict[str, Tensor]:
-    if name.endswith(".safetensors"):
-        return read_safetensors(store, name)
-    where = f"{store.url}/{name}"
-    tensors = _require_mapping(read_torch_file(store, name), where)
-    if not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise refuse_file(where, "it holds more than tensors")
-    return tensors
-
-
-def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
-    where = f"{store.url}/{index}"
-    weight_map = _require_mapping(_parse_object(_read(store, index), where).get("weight_map"), where)
+def _read_shards(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
+    where = f"{store.url}/{_INDEX}"
+    weight_map = _require_mapping(_parse_object(_read(store, _INDEX), where).get("weight_map"), where)
     for shard in weight_map.values():
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
             raise refuse_file(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")
@@ -370,13 +347,13 @@ def _read_shards(store: Store, index: str, names: set[str]) -> tuple[dict[str, T
     tensors: dict[str, Tensor] = {}
     for shard in shards:
         # A tensor in two files would be loaded in whichever order they are read.
-        for name, tensor in _read_tensors(store, shard).items():
+        for name, tensor in read_safetensors(store, shard).items():
             if weight_map.get(name) != shard:
                 raise refuse_file(f"{store.url}/{shard}", f"it holds {name[:80]!r}, which the index says is elsewhere")
             tensors[name] = tensor
     if missing := sorted(weight_map.keys() - tensors.keys()):
         raise refuse_file(where, f"no file holds {missing[0][:80]!r}, which it lists")
-    return tensors, {index, *shards}
+    return tensors, {_INDEX, *shards}
 
 
 # -- what torch.save wrote ---------------------------------------------------------------------------------------------
@@ -432,33 +409,6 @@ def _convert_rng(saved: Any, rank: int, where: str) -> dict[str, Any]:
 # -- the model ---------------------------------------------------------------------------------------------------------
 
 
-def from_config(config: Mapping[str, Any] | None, num_tensors: int) -> nn.Module | None:
-    """The transformers model that config.json describes, without values; None without such a description.
-
-    One with many times as many parameters as `num_tensors`, the weights in the file, is refused. Raises ConfigError.
-    """
-    names = (config or {}).get("architectures")
-    if config is None or not isinstance(names, list) or len(names) != 1 or not isinstance(names[0], str):
-        return None
-    try:
-        import transformers
-    except ImportError:
-        return None
-    # An identifier only: no dotted path out of the package.
-    found = getattr(transformers, names[0], None) if names[0].isidentifier() else None
-    if not isinstance(found, type) or not issubclass(found, transformers.PreTrainedModel):
-        return None
-    try:
-        with _limited(_FEW + 4 * num_tensors), torch.device("meta"):
-            kind: Any = found.config_class
-            description = kind.from_dict(_harmless(config))
-            description._attn_implementation = "eager"  # plain torch: names of weights do not depend on the kernel
-            model: nn.Module = found(description)
-        return model
-    except Exception as error:  # anything that a strange configuration may lead to
-        raise _unbuildable(names[0], error) from error
-
-
 def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor] | None:
     """Weights, name → tensor `[...]`, under the names that a model of transformers has in memory; or None.
 
@@ -478,7 +428,9 @@ def converted(model: nn.Module, tensors: Mapping[str, Tensor]) -> Mapping[str, T
             None, config=model.config, state_dict=dict(tensors), dtype=dtypes.pop(), output_loading_info=True
         )
     except Exception as error:
-        raise _unbuildable(kind.__name__, error) from error
+        what = f"transformers cannot give the weights to this model: {type(error).__name__}: {str(error)[:200]}"
+        remedy = "Let the function of --model return the model as it was trained."
+        raise ConfigError(what, field="model", value=kind.__name__, remedy=remedy) from error
     odd = any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     state: Mapping[str, Tensor] = made.state_dict()
     return None if odd else state
@@ -499,40 +451,6 @@ def load_adapter(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     peft.set_peft_model_state_dict(model, dict(tensors))
 
 
-def _unbuildable(name: str, error: Exception) -> ConfigError:
-    what = f"The model cannot be built from config.json: {type(error).__name__}: {str(error)[:200]}"
-    remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
-    return ConfigError(what, field="model", value=name, remedy=remedy)
-
-
 def _no_adapter(why: str) -> ConfigError:
     remedy = "Let the function return get_peft_model(base, config), as it was trained."
     return ConfigError(f"The folder holds a peft adapter, but {why}.", field="model", remedy=remedy)
-
-
-def _harmless(value: Any) -> Any:
-    """The configuration without its keys that name code, kernels or places."""
-    if isinstance(value, list):
-        return [_harmless(item) for item in value]
-    if not isinstance(value, dict):
-        return value
-    kept = {key: item for key, item in value.items() if key not in _UNSAFE and not str(key).endswith(_KERNELS)}
-    return {key: _harmless(item) for key, item in kept.items()}
-
-
-@contextlib.contextmanager
-def _limited(parameters: int) -> Iterator[None]:
-    """Refuse, inside the block, to make more than so many parameters."""
-    left = parameters
-
-    def count(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:
-            raise ValueError(f"it has more than {parameters:,} parameters, many more than there are weights")
-
-    hook = register_module_parameter_registration_hook(count)
-    try:
-        yield
-    finally:
-        hook.remove()

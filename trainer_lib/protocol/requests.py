@@ -546,13 +546,13 @@ class ImportResult:
 class ImportRequest(Request[ImportResult], verb="import_checkpoint", result=ImportResult):
     """Commit a checkpoint of the transformers Trainer, the folder at `source`, in our format.
 
-    `model`: function of the recipe that returns the model as it was trained; None: found from config.json.
+    `model`: function of the recipe that returns the model as it was trained.
     """
 
     functions: ClassVar[tuple[str, ...]] = ()
 
     source: str
-    model: str | None = None
+    model: str
 
 
 def read_request(record: object) -> Request[Any]:

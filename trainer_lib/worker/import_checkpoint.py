@@ -18,7 +18,6 @@ from trainer_lib.checkpoint.transformers_checkpoint import (
     convert_scheduler,
     converted,
     derive_position,
-    from_config,
     load_adapter,
     read_source,
 )
@@ -53,9 +52,10 @@ def run(work: Work[ImportRequest]) -> ImportResult:
         remedy = "Name another folder, or remove that checkpoint."
         raise ConfigError(what, field="destination", value=root.url, remedy=remedy)
     work.events.emit("progress", message=f"read {len(source.tensors):,} tensors of step {step}")
-    model = _model(work, source)
-    names = _names(source, model)
+    built = work.recipe.call(request.model)
+    model = require_module(built, work, request.model, field="model", remedy="Return the model as it was trained.")
     weights, meta = _weights(source, model)
+    names = _names(source, model)
     snapshot = Snapshot(
         step=step,
         model=weights,
@@ -79,21 +79,6 @@ def run(work: Work[ImportRequest]) -> ImportResult:
         left_out=tuple(source.left_out),
         notes=tuple(_notes(source, names, model)),
     )
-
-
-def _model(work: Work[ImportRequest], source: Source) -> nn.Module:
-    """The model that was trained: what the user's function returns, or what config.json describes."""
-    name = work.request.model
-    if name is not None:
-        built = work.recipe.call(name)
-        return require_module(built, work, name, field="model", remedy="Return the model as it was trained.")
-    model = None if source.adapter else from_config(source.config, len(source.tensors))
-    if model is None:
-        what = "holds a peft adapter" if source.adapter else "has no config.json of a model that transformers can build"
-        message = f"The folder {what}, and its optimizer numbers the parameters in the order of the model."
-        remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
-        raise ConfigError(message, field="model", remedy=remedy)
-    return model
 
 
 def _names(source: Source, model: nn.Module) -> Names:
@@ -170,7 +155,7 @@ def _complete(tensors: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tens
     reshaped = [name for name, tensor in complete.items() if tensor is not None and tensor.shape != objects[name].shape]
     parts = (("missing", missing), ("unknown", unknown), ("of another shape", reshaped))
     if what := ", ".join(f"{problem} {names[:5]}" for problem, names in parts if names):
-        remedy = "Give --model FILE.py:FUNCTION, a function of yours that returns the model as it was trained."
+        remedy = "Let the function of --model return the model as it was trained."
         raise ConfigError(f"The weights are not this model's: {what}.", field="model", remedy=remedy)
     return {name: tensor for name, tensor in complete.items() if tensor is not None}
 

@@ -106,15 +106,15 @@ def prune(
     return Answer({"dry_run": dry_run, "removed": removed, "bytes": freed}, lambda: lines)
 
 
-@command("trainflow checkpoints import old/checkpoint-5000 s3://bucket/run")
+@command("trainflow checkpoints import old/checkpoint-5000 s3://bucket/run --model train.py:build_model")
 def import_(
     form: Form,
     source: Annotated[str, typer.Argument(metavar="SOURCE", help="A checkpoint-N folder of the transformers Trainer.")],
     destination: Annotated[str, typer.Argument(metavar="DESTINATION", help="The folder of checkpoints to resume in.")],
     model: Annotated[
-        str | None,
+        str,
         typer.Option(metavar="FILE.py:FUNCTION", help="A function of yours that returns the model as it was trained."),
-    ] = None,
+    ],
 ) -> Answer:
     """Import a checkpoint that the transformers Trainer wrote: weights, optimizer, schedule, log.
 
@@ -126,7 +126,7 @@ def import_(
     from trainer_lib.launch.settings.config import LaunchConfig
     from trainer_lib.protocol.requests import ImportRequest
 
-    recipe, function = _function(model) if model is not None else (None, None)
+    recipe, function = _function(model)
     output, read = Store.open(destination, field="destination"), Store.open(source, field="source")
     require_importable(read)  # before a worker is started
     request = ImportRequest(output=output.url, source=read.url, recipe=recipe, model=function, debug=form.debug)
