@@ -37,6 +37,8 @@ from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult, PreparedData
 from trainer_lib.recipes import DataInfo, Recipe
+from trainer_lib.recipes.shared.recipe_options import SEVERAL
+from trainer_lib.recipes.shared.targets import measure_labels
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
@@ -252,10 +254,20 @@ def _of_all_rows(
                 resampled, entry = _resample(work, store, name, remembered)
                 measured.append(entry)
                 metrics[name] |= remembered.intervals(resampled, request.confidence)
-            metrics[name] |= _sliced(work, name, split, remembered)
+            metrics[name] |= _sliced(work, name, split, remembered) | _of_labels(remembered, data)
     for message in warnings:
         work.events.emit("warning", message=message)
     return metrics, measured, warnings
+
+
+def _of_labels(remembered: Remembered, data: DataInfo) -> dict[str, float]:
+    """The metrics of each class, where rows have several."""
+    given, info = remembered.given, data.info
+    if given is None or info.get("target") != SEVERAL:
+        return {}
+    return measure_labels(
+        single_output(given.predictions), given.label_ids, classes=info["classes"], threshold=info["threshold"]
+    )
 
 
 def _sliced(work: Work[EvaluateRequest], name: str, split: ArrowSplit, remembered: Remembered) -> dict[str, float]:

@@ -11,6 +11,7 @@ by their weights, as that of torch is, so micro-batches and processes add up to 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -241,6 +242,7 @@ def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
 # That model knows the best constant for these rows: their most frequent class, their mean. It is at least as good as
 # the constant that training would give, so a margin above zero is earned. For a resample of rows, `whole` has the
 # labels of all of them, by which the constant is chosen.
+_MOST_NAMED = 50  # classes whose scores are metrics by name, as many as a slice has values
 
 
 def measure_classes(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
@@ -286,6 +288,30 @@ def measure_several(predictions: Any, labels: Any, *, threshold: float) -> dict[
         "average_precision": mean,
         "chance_average_precision": chance,
         "average_precision_over_chance": mean - chance,
+    }
+
+
+def measure_labels(predictions: Any, labels: Any, *, classes: Sequence[str], threshold: float) -> dict[str, float]:
+    """The scores of several classes as those of slices, such as `f1/label/red`; nothing of more than 50 classes.
+
+    Arguments are as of `measure_several`. A class without rows is left out.
+    """
+    scores, truth = np.asarray(predictions, np.float64), np.asarray(labels) > 0
+    chosen, counts = scores >= np.log(threshold / (1 - threshold)), truth.sum(axis=0)
+    right, guessed = (truth & chosen).sum(axis=0), chosen.sum(axis=0)
+    by_name = {
+        "rows": counts,
+        "precision": right / np.maximum(guessed, 1),
+        "recall": right / np.maximum(counts, 1),
+        "f1": 2 * right / np.maximum(counts + guessed, 1),
+        "average_precision": average_precisions(scores, truth),
+    }
+    names = [re.sub(r"[^\w .:-]", "_", name) for name in classes] if len(classes) <= _MOST_NAMED else []
+    return {
+        f"{metric}/label/{name}": float(values[index])
+        for index, name in enumerate(names)
+        for metric, values in by_name.items()
+        if counts[index]
     }
 
 
