@@ -94,7 +94,7 @@ def test_what_the_spec_can_tell_is_refused_at_once(
     assert {path: path.stat().st_mtime_ns for path in folder.rglob("*")} == before
 
 
-AWAY = "the store does not answer (the connection is refused)"
+AWAY = "the store does not answer (Connection refused)"
 SWEEP = "sweep={space: {train.args.seed: [1, 2]}, objective: test_error, direction: minimize, trials: 2}"
 
 
@@ -104,7 +104,7 @@ SWEEP = "sweep={space: {train.args.seed: [1, 2]}, objective: test_error, directi
         ("run", ["storage=s3://bucket/x"], "storage = s3://bucket/x", AWAY),
         ("sweep", ["storage=s3://bucket/x", SWEEP], "storage = s3://bucket/x", AWAY),
         ("why", ["storage=s3://bucket/x"], "s3://bucket/x/", AWAY),
-        ("why", [f"prepare.sources=[{NOWHERE}/a]"], f"{NOWHERE}/a", "cannot be reached: the connection is refused"),
+        ("why", [f"prepare.sources=[{NOWHERE}/a]"], f"{NOWHERE}/a", "cannot be reached: Connection refused"),
         ("why", ["prepare.sources=[s3://b/a]"], "s3://b/a", AWAY),
     ],
 )

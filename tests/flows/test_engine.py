@@ -220,7 +220,7 @@ def test_the_server_ends_when_its_client_is_killed_while_it_starts(start: Callab
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("http://127.0.0.1:9/api", "No Prefect server answers there: the connection is refused."),
+        ("http://127.0.0.1:9/api", "No Prefect server answers there: Connection refused."),
         ("nonsense", "This is not the address of a server."),
     ],
 )

@@ -388,7 +388,7 @@ def test_a_storage_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch)
     for number, ask in enumerate(asked):
         with pytest.raises(StorageError) as refused:
             ask()
-        assert "the store does not answer (the connection is refused)" in refused.value.message, number
+        assert "the store does not answer (Connection refused)" in refused.value.message, number
         assert refused.value.message.count(". ") == 0, number
         assert str(refused.value.field).startswith("s3://bucket/x"), number
         assert "Check the" in str(refused.value.remedy), number

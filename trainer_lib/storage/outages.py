@@ -7,41 +7,27 @@ import errno
 import json
 import os
 import shutil
-import socket
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
-from trainer_lib.errors import StorageError, StorageFullError, StorageGoneError, StoreUnreachableError
+from trainer_lib.errors import StorageError, StorageFullError, StorageGoneError, StoreUnreachableError, first_line
+from trainer_lib.secrets import mask
 from trainer_lib.storage.urls import HUB
 
-_REFUSED = "the connection is refused"
-_UNKNOWN_HOST = "the name of its host is not known"
-_NO_ROUTE = "there is no way to it through the network"
-_SLOW = "no answer comes in time"
-_BROKEN = "the connection breaks off"
 _STRANGE = "something else answers in its place"
-_UNREACHABLE = "no connection comes about"
-
-_NUMBERS = {
-    errno.ECONNREFUSED: _REFUSED,
-    **dict.fromkeys((errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN), _NO_ROUTE),
-    errno.ETIMEDOUT: _SLOW,
-    # ESTALE: a network folder whose server was restarted.
-    **dict.fromkeys((errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ESTALE), _BROKEN),
-    errno.EREMOTEIO: "it answers with a failure",
-    errno.EPROTO: _STRANGE,
+# ESTALE: a network folder whose server was restarted. EPROTO: ours, of a page that another program sent.
+_DOWN = {
+    *(errno.ECONNREFUSED, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ENETDOWN, errno.EHOSTDOWN, errno.ETIMEDOUT),
+    *(errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE, errno.ESTALE, errno.EREMOTEIO, errno.EPROTO),
 }
-# By the names of the classes, because most clients are not installed: the ends of names, and what they mean, in order.
-_CLASSES = {
-    ("NameResolutionError", "DNSError", "gaierror"): _UNKNOWN_HOST,
-    ("ConnectTimeoutError", "ReadTimeoutError", "Timeout", "TimeoutError"): _SLOW,
-    ("ConnectionClosedError", "ServerDisconnectedError", "RemoteProtocolError", "ClientPayloadError"): _BROKEN,
-    ("IncompleteRead", "ReadError", "WriteError"): _BROKEN,
-    ("EndpointConnectionError", "ClientConnectorError", "NewConnectionError", "MaxRetryError"): _UNREACHABLE,
-    ("ConnectError", "ConnectionError", "HTTPClientError"): _UNREACHABLE,
-    ("BadStatusLine",): _STRANGE,
-}
+# By the ends of the classes' names, because most clients are not installed.
+_DOWN_CLASSES = (
+    *("NameResolutionError", "DNSError", "gaierror", "TimeoutError", "Timeout", "ConnectionClosedError"),
+    *("ServerDisconnectedError", "RemoteProtocolError", "ClientPayloadError", "IncompleteRead", "ReadError"),
+    *("WriteError", "EndpointConnectionError", "ClientConnectorError", "NewConnectionError", "MaxRetryError"),
+    *("ConnectError", "ConnectionError", "HTTPClientError", "BadStatusLine"),
+)
 _BUSY_CODES = {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "429", "500", "502", "503", "504"}
 _VENDORS = {
     "botocore",
@@ -65,27 +51,27 @@ _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 def describe_outage(error: BaseException) -> str | None:
-    """Return what keeps a server from answering ("the connection is refused"); None for a failure of another kind.
+    """Return what keeps a server from answering ("Connection refused"); None for a failure of another kind.
 
     A refusal, such as a missing permission, is an answer. Clients wrap the errors of the network in their own, so the
-    causes are looked at as well, and the most precise one counts.
+    causes are looked at as well, and the innermost one counts.
     """
     if isinstance(error, Exception) and is_strange(error):
         return _STRANGE
     found = [reason for cause in _chain(error) if (reason := _outage_of(cause)) is not None]
-    return next((reason for reason in reversed(found) if reason != _UNREACHABLE), found[0] if found else None)
+    return found[-1] if found else None
 
 
 def _outage_of(error: BaseException) -> str | None:
-    if isinstance(error, socket.gaierror):
-        return _UNKNOWN_HOST
-    if isinstance(error, OSError) and error.errno in _NUMBERS:
-        return _NUMBERS[error.errno]
+    if isinstance(error, OSError) and error.errno in _DOWN:
+        return _STRANGE if error.errno == errno.EPROTO else os.strerror(error.errno)
     code = vendor_code(error)
     if code in _BUSY_CODES or (code or "").startswith("Throttling"):
         return f"it is overloaded or out of order ({code})"
-    names = [cls.__name__ for cls in type(error).__mro__]
-    return next((reason for ends, reason in _CLASSES.items() if any(name.endswith(ends) for name in names)), None)
+    if any(cls.__name__.endswith(_DOWN_CLASSES) for cls in type(error).__mro__):
+        said = error.strerror if isinstance(error, OSError) else None
+        return mask(said or first_line(error)).rstrip(".")
+    return None
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:

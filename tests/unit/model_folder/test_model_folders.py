@@ -277,5 +277,5 @@ def test_a_registry_that_is_down_is_named_in_a_sentence(monkeypatch: pytest.Monk
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
     with pytest.raises(StoreUnreachableError) as refused:
         load_model("models:/line@champion")
-    assert refused.value.message == "The registry does not answer: the connection is refused."
+    assert refused.value.message == "The registry does not answer: Connection refused."
     assert "MLFLOW_TRACKING_URI" in str(refused.value.remedy)

