@@ -30,18 +30,9 @@ _DOWN_CLASSES = (
 )
 _BUSY_CODES = {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "429", "500", "502", "503", "504"}
 _VENDORS = {
-    "botocore",
-    "aiobotocore",
-    "boto3",
-    "s3fs",
-    "gcsfs",
-    "google",
-    "adlfs",
-    "azure",
-    "aiohttp",
-    "fsspec",
-    "paramiko",
-} | {"httpcore", "httpx", "httpx2", "huggingface_hub"}
+    *("botocore", "aiobotocore", "boto3", "s3fs", "gcsfs", "google", "adlfs", "azure", "aiohttp", "fsspec"),
+    *("paramiko", "httpcore", "httpx", "httpx2", "huggingface_hub"),
+}
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExceeded"}
 """Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
