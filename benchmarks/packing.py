@@ -21,7 +21,7 @@ import os
 import tempfile
 import time
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -147,10 +147,11 @@ def epoch(way: str, texts: list[np.ndarray], held_out: list[np.ndarray]) -> tupl
         )
         trainer = Trainer(model=model, args=args, train_dataset=Rows(rows))
         padded = partial(collate_documents, pad=0)
-        trainer.data_collator = {
+        collators: dict[str, Any] = {
             "packed": partial(collate_packed, pad=0, isolate="positions"),
-            "flat": DataCollatorWithFlattening(),
-        }.get(way, padded)
+            "flat": cast(Any, DataCollatorWithFlattening)(),
+        }
+        trainer.data_collator = collators.get(way, padded)
         seconds = trainer.train().metrics["train_runtime"]
         trainer.data_collator = padded
         loss = trainer.evaluate(eval_dataset=Rows(rows_of(held_out, packed=False)))["eval_loss"]

@@ -18,9 +18,8 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import counted, suggestion
+from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.columns import ROW_ID
-from trainer_lib.data.rows.given_rows import known_columns, parse_text
 from trainer_lib.data.rows.parts import FOLDER, RECORDS, NumberedParts, numbered_parts
 from trainer_lib.data.rows.row_files import read_rows
 from trainer_lib.data.rows.row_sources import FIELD, RowFile, find_row_files
@@ -93,7 +92,6 @@ class RowsJob:
             raise ConfigError("There is no such format.", field="--format", value=asked.file_format, remedy=remedy)
         model = find_model(asked.model)
         require_trust(model, asked.trust)
-        _require_columns(asked.constants, model)
         files = tuple(find_row_files(asked.data))
         to = None if asked.to is None else Store.open(asked.to, field="--to")
         # Remembered next to the predictions: a run that continues does not read all rows for their digest again.
@@ -108,7 +106,6 @@ class RowsJob:
             "rows_per_file": asked.rows_per_file,
             "batch_size": asked.batch_size,
             # Not the limit: with a greater one, finished parts are the same.
-            **({"constants": asked.constants} if asked.constants else {}),
             **({"sort_by": asked.sort_by} if asked.sort_by is not None else {}),
             **({"errors": "column"} if asked.max_errors else {}),
             "versions": versions(),
@@ -293,17 +290,3 @@ def _require_ours(job: RowsJob, store: Store) -> None:
     if is_other and (store.exists(COMMIT) or job.parts().is_any_finished()):
         what = f"The folder holds predictions that differ from these: {summary(changed)}."
         raise ConfigError(what, field="--to", value=store.url, remedy="Give another folder, or remove this one.")
-
-
-def _require_columns(constants: Mapping[str, str], model: FoundModel) -> None:
-    """Refuse a column or a value that the model's rows cannot have."""
-    known = known_columns(model.description.columns)
-    for name, text in constants.items():
-        if name not in known:
-            what = "The model was trained without this column."
-            raise ConfigError(what, field="--set", value=name, remedy=suggestion(name, known))
-        try:
-            parse_text("--set", name, text, known[name])
-        except DataError as error:
-            what = f"The model's column is {known[name]}, and this is not one."
-            raise ConfigError(what, field="--set", value=f"{name}={text}", remedy="Give another value.") from error

@@ -278,23 +278,6 @@ def test_published_code_runs_only_when_it_is_trusted(model: str, data: Path) -> 
         RowsJob.of(NewRows(model=model, data=[str(data)], trust="0" * 64))
 
 
-def test_every_row_gets_a_column_that_is_set(model: str, tmp_path: Path) -> None:
-    (tmp_path / "new.jsonl").write_text('{"id": 1}\n{"id": 2}\n')
-    asked = _new_rows(tmp_path, file_format="jsonl")
-    _predict(replace(asked, constants={"x": "[3.0]"}))
-    rows = [json.loads(line) for text in _files(tmp_path / "out").values() for line in text.splitlines()]
-    assert [row["row_id"] for row in rows] == [1, 2]
-    assert rows[0]["prediction"] == rows[1]["prediction"]
-    with pytest.raises(ConfigError, match="differ from these: constants"):
-        _predict(replace(asked, constants={"x": "[4.0]"}))
-    for constants, words in (({"y": "1"}, "trained without this column"), ({"x": "three"}, r"column is float64\[")):
-        with pytest.raises(ConfigError, match=words):
-            _predict(replace(asked, constants=constants, to=f"{asked.to}2"))
-    (tmp_path / "new.jsonl").write_text('{"x": [1.0]}\n')
-    with pytest.raises(DataError, match=r"line 1\), column 'x': the row has its own value"):
-        _predict(replace(asked, constants={"x": "[3.0]"}, to=f"{asked.to}3"))
-
-
 STRICT = """
 
 def collate(rows):

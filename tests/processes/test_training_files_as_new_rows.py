@@ -489,7 +489,6 @@ def _without(rows: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
         (_without(_shops(9, 2), "day"), {}, "NEW_DATA = day: .* no such column", ""),
         (_without(_shops(9, 2), "holiday"), {}, "NEW_DATA = holiday: .* no such column", ""),
         (_shops(9, 2), {"id_column": "visits"}, "a table of steps", "names of the series"),
-        (_shops(9, 2), {"constants": {"holiday": "[0]"}}, "a table of steps", "Leave it out"),
     ],
 )  # fmt: skip
 def test_a_table_from_which_nothing_can_be_forecast_is_refused(
@@ -498,7 +497,7 @@ def test_a_table_from_which_nothing_can_be_forecast_is_refused(
     with pytest.raises((ConfigError, DataError), match=words) as refused:
         _predict(published("shops").model, _write(tmp_path / "new.jsonl", rows), tmp_path / "out", **more)
     assert remedy in str(refused.value.remedy)
-    assert refused.value.field in ("NEW_DATA", "--id", "--set")
+    assert refused.value.field in ("NEW_DATA", "--id")
 
 
 def test_new_steps_are_on_the_grid_of_the_training_and_filled_as_it_was(published: Publish, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from trainer_lib.base.restore_process import objects_set_aside
 from trainer_lib.base.suggestions import counted, nearest
-from trainer_lib.data.rows.given_rows import GivenRows, known_columns, longest_first, parse_text, require_column
+from trainer_lib.data.rows.given_rows import GivenRows, known_columns, longest_first, require_column
 from trainer_lib.data.rows.parts import numbered_parts
 from trainer_lib.data.rows.predictions import write_row_predictions
 from trainer_lib.data.rows.row_files import BadRow, Row, RowReader, read_rows
@@ -106,16 +106,12 @@ class _Scoring:
         if self._series is not None:
             return copy.copy(self._series)  # which stays before its first row
         request = self._request
-        constants = {
-            name: parse_text("--set", name, text, self._known[name]) for name, text in request.constants.items()
-        }
         form = self._loaded.form
         return RowReader(
             request.sources,
             self._known,
             id_column=request.id_column,
             ignored=request.ignored,
-            constants=constants,
             usual_ids=() if form is None or form.id_column is None else (form.id_column,),
             may_lack=() if form is None else form.may_lack,
             read=None if form is None else form.read,
@@ -436,8 +432,7 @@ def read_series(request: ScoreRequest, info: Mapping[str, Any]) -> SeriesReader 
     texts = [row[name] for name in (note["time"], *info["targets"]) if name in row]
     if not texts or any(text.startswith("[") for text in texts):  # a history is a list, in a CSV file one of JSON
         return None
-    for field, value in (("--set", list(request.constants)), ("--id", request.id_column)):
-        if value and value != note["series"]:
-            what = "The files are a table of steps, and the setting is for files of rows."
-            raise ConfigError(what, field=field, value=value, remedy="Leave it out: ids are the names of the series.")
+    if request.id_column not in (None, note["series"]):
+        what, remedy = "The files are a table of steps.", "Leave it out: ids are the names of the series."
+        raise ConfigError(what, field="--id", value=request.id_column, remedy=remedy)
     return SeriesReader(request, info)

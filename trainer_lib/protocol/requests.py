@@ -423,7 +423,6 @@ class RowSettings:
     Attributes:
         id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it, else numbers.
         ignored: columns that are not for the model.
-        constants: column -> the text of its value, which every row gets.
         rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
         max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
         batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
@@ -431,7 +430,6 @@ class RowSettings:
 
     id_column: str | None = None
     ignored: tuple[str, ...] = ()
-    constants: dict[str, str] = field(default_factory=dict)
     rows_per_file: int = 10_000
     file_format: str = "parquet"
     max_errors: int = 0

@@ -45,10 +45,6 @@ Trust = Annotated[
     str | None,
     typer.Option(metavar="SHA256", help="Execute published code: its SHA-256, once you have read it, or 'any'."),
 ]
-_Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="COLUMN=VALUE", help="A column that every row gets, with this value; repeatable."),
-]
 _SortBy = Annotated[
     str | None,
     typer.Option(metavar="COLUMN", help="Rows share batches by the length of this column; their order stays."),
@@ -90,7 +86,6 @@ def predict(
     ignore: Annotated[
         list[str] | None, typer.Option(metavar="COLUMN", help="A column that is not for the model; repeatable.")
     ] = None,
-    constants: _Set = None,
     trust: Trust = None,
     file_format: Annotated[str, typer.Option("--format", help="parquet or jsonl.")] = "parquet",
     rows_per_file: Annotated[int, typer.Option(min=1, metavar="N", help="Rows of each file.")] = 10_000,
@@ -116,7 +111,6 @@ def predict(
         trust=read_trust(trust),
         id_column=row_id,
         ignored=tuple(ignore or ()),
-        constants=_read_constants(constants or ()),
         file_format=file_format,
         rows_per_file=rows_per_file,
         batch_size=batch_size,
@@ -124,15 +118,6 @@ def predict(
         max_errors=max_errors,
     )
     return _run(asked, form, workers=workers, threads=threads)
-
-
-def _read_constants(given: Sequence[str]) -> dict[str, str]:
-    """The columns of `--set`, with the texts of their values. Raises ConfigError for one without a value."""
-    for text in given:
-        if not text.partition("=")[1]:
-            remedy = "Write --set COLUMN=VALUE."
-            raise ConfigError("There is no value.", field="--set", value=text, remedy=remedy)
-    return {name: value for name, _, value in (text.partition("=") for text in given)}
 
 
 def read_trust(trust: str | None) -> bool | str:

@@ -336,7 +336,6 @@ class RowReader:
         id_column: column with the ids of the rows; None: `row_id`, or `id`, where the first row has it; else rows are
             numbered from 0 over all files.
         ignored: columns that are left out.
-        constants: columns that every row gets, with their values; no file has them.
         usual_ids: columns that are looked for before `row_id` and `id`.
         may_lack: columns that objects of JSON may leave out, which means null.
         read: makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
@@ -354,7 +353,6 @@ class RowReader:
         *,
         id_column: str | None = None,
         ignored: Sequence[str] = (),
-        constants: Mapping[str, Any] | None = None,
         usual_ids: Sequence[str] = (),
         may_lack: Sequence[str] = (),
         read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
@@ -363,7 +361,6 @@ class RowReader:
         self.position = 0
         self._reading = reading or Reading()
         self.notes: list[str] = []
-        self._constants = dict(constants or {})
         self._usual_ids, self._may_lack = usual_ids, may_lack
         self._read_columns = read or (lambda values, place: dict(values))
         self._columns = columns
@@ -453,10 +450,6 @@ class RowReader:
         # A copy: the id of a bad row is looked for in its values.
         row = dict.fromkeys(self._may_lack) if opened.is_json else {}
         row |= {name: value for name, value in values.items() if name not in self._left_out}
-        for name, value in self._constants.items():
-            if name in row:
-                raise refuse_row(place, name, "the row has its own value")
-            row[name] = value
         row = self._read_columns(row, place)
         if opened.has_texts:
             self._parse_texts(place, row)
