@@ -6,6 +6,20 @@ from transformers import (
     DataCollatorForTokenClassification as DataCollatorForTokenClassification,
     DataCollatorWithFlattening as DataCollatorWithFlattening,
 )
+from transformers.integrations.integration_utils import (
+    AzureMLCallback as AzureMLCallback,
+    ClearMLCallback as ClearMLCallback,
+    CodeCarbonCallback as CodeCarbonCallback,
+    CometCallback as CometCallback,
+    DagsHubCallback as DagsHubCallback,
+    DVCLiveCallback as DVCLiveCallback,
+    FlyteCallback as FlyteCallback,
+    KubeflowCallback as KubeflowCallback,
+    NeptuneCallback as NeptuneCallback,
+    SwanLabCallback as SwanLabCallback,
+    TrackioCallback as TrackioCallback,
+    WandbCallback as WandbCallback,
+)
 
 from trainer_lib.arguments import (
     ArgumentParser as ArgumentParser,
@@ -59,21 +73,9 @@ from trainer_lib.state import (
     TrainerState as TrainerState,
 )
 from trainer_lib.trackers.vendors import (
-    AzureMLCallback as AzureMLCallback,
-    ClearMLCallback as ClearMLCallback,
-    CodeCarbonCallback as CodeCarbonCallback,
-    CometCallback as CometCallback,
-    DagsHubCallback as DagsHubCallback,
-    DVCLiveCallback as DVCLiveCallback,
-    FlyteCallback as FlyteCallback,
     JsonlCallback as JsonlCallback,
-    KubeflowCallback as KubeflowCallback,
     MLflowCallback as MLflowCallback,
-    NeptuneCallback as NeptuneCallback,
-    SwanLabCallback as SwanLabCallback,
     TensorBoardCallback as TensorBoardCallback,
-    TrackioCallback as TrackioCallback,
-    WandbCallback as WandbCallback,
 )
 from trainer_lib.trainer import Trainer as Trainer
 from trainer_lib.trainer.model.seeding import enable_full_determinism as enable_full_determinism, set_seed as set_seed

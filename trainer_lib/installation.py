@@ -148,9 +148,8 @@ def _places(originals: Mapping[str, Any]) -> Iterator[tuple[ModuleType, str]]:
     for module in map(importlib.import_module, _DEFINED_IN):
         # A module that defines another name gets it from its neighbours: scripts import `TrainerState` from anywhere.
         yield from ((module, name) for name, original in originals.items() if vars(module).get(name) is original)
-    # The trackers' callbacks: our own call the originals, so these keep their place in `integration_utils`.
     trackers = importlib.import_module("transformers.integrations")
-    yield from ((trackers, row.callback) for row in REPORTERS.values() if row.callback in dir(trackers))
+    yield from ((trackers, row.callback) for row in REPORTERS.values() if row.is_ours and row.callback in dir(trackers))
 
 
 def _packages() -> Iterator[ModuleType]:

@@ -62,10 +62,9 @@ def _object(found: griffe.Object | griffe.Alias, name: str, module: str = "") ->
     try:
         while isinstance(found, griffe.Alias):
             found = found.final_target
-    except griffe.AliasResolutionError:  # made when it is asked for, as the callbacks of vendors are, or not ours
+    except griffe.AliasResolutionError:  # a class of transformers
         value = getattr(importlib.import_module("trainer_lib"), name)
-        is_ours = value.__module__.startswith("trainer_lib.")
-        return f"## {name}\n\n{value.__doc__ if is_ours else f'That of `{value.__module__}`.'}\n"
+        return f"## {name}\n\nThat of `{value.__module__}`.\n"
     lines = [f"## {name}\n", *([f"`from {module} import {name}`\n"] if module else [])]
     if isinstance(found, griffe.Attribute):
         return "\n".join((*lines, _code(str(found.value) if found.value else name), _text(found)))

@@ -40,10 +40,10 @@ from trainer_lib.arguments.compat import OLD_NAMES
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.arguments.groups import Seq2SeqArguments
 from trainer_lib.arguments.training import TFArguments
+from trainer_lib.arguments.validation import REPORTERS
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.optim import build_optimizer
-from trainer_lib.trackers.vendors import OURS, VENDORS
 
 SECTIONS = compatibility.expected()
 TOKENS = token_rows(8)
@@ -298,8 +298,8 @@ def test_an_argument_that_needs_a_package_names_it(row: Row, tmp_path: Path) -> 
 
 def test_every_callback_of_a_tracker_says_what_the_tracker_says() -> None:
     needs = {row.name: row.needs for row in rows() if row.section == "Trackers (`report_to`)"}
-    for name, cls in {**OURS, **VENDORS}.items():
-        [row] = [row for row in rows() if row.name == cls.__name__]
+    for name, reporter in REPORTERS.items():
+        [row] = [row for row in rows() if row.name == reporter.callback]
         assert row.needs == needs[name]
 
 

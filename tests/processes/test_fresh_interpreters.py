@@ -19,12 +19,14 @@ from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
 from trainer_lib import TrainingArguments
+from trainer_lib.arguments.validation import REPORTERS
 
 ROWS = classification_rows(12)
 #: What lives on a floor that imports torch; everything else must come without it.
 WITH_TORCH = {
     *("Trainer", "set_seed", "enable_full_determinism", "default_data_collator"),
     *(name for name in trainer_lib.__all__ if "DataCollator" in name),
+    *(row.callback for row in REPORTERS.values() if not row.is_ours),
     *("LoadedModel", "Seq2SeqTrainer", "TFTrainer", "load_model"),
     *("default_compute_objective", "default_hp_space_optuna", "default_hp_space_ray"),
 }

@@ -56,7 +56,7 @@ class RunArguments:
     )
     run_name: str | None = nothing(None, "Name of the run in the trackers.")
     # The reference's default.
-    project: str = nothing("huggingface", "Project (experiment) of the run in trackers that have projects.")
+    project: str = nothing("huggingface", "Project of the run in Trackio.")
     do_train: bool = nothing(False, "For your own script: whether to train. The Trainer does not read it.")
     do_eval: bool = nothing(
         False, 'For your own script: whether to evaluate. Becomes true when eval_strategy is not "no".'

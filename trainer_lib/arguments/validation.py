@@ -32,7 +32,7 @@ class Reporter(NamedTuple):
     """A name that `report_to` accepts.
 
     Attributes:
-        callback: the class that serves it, in `trainer_lib.trackers.vendors`.
+        callback: the class that serves it, in `trainer_lib`.
         title: the product's name; empty for a tracker of our own.
         package: the package that it needs and a plain installation lacks.
         variable: an environment variable that the tracker's launcher sets.
@@ -54,7 +54,7 @@ REPORTERS = {
     "jsonl": Reporter("JsonlCallback"),
     "mlflow": Reporter("MLflowCallback"),
     "tensorboard": Reporter("TensorBoardCallback", package="tensorboard"),
-    "wandb": Reporter("WandbCallback", package="wandb"),
+    "wandb": Reporter("WandbCallback", "Weights & Biases", "wandb"),
     "azure_ml": Reporter("AzureMLCallback", "Azure Machine Learning", "azureml"),
     "clearml": Reporter("ClearMLCallback", "ClearML", "clearml"),
     "codecarbon": Reporter("CodeCarbonCallback", "CodeCarbon", "codecarbon"),

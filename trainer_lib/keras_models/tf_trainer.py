@@ -32,7 +32,7 @@ from trainer_lib.keras_models.keras_backend import (
     placed_on,
     refusal,
 )
-from trainer_lib.trackers.vendors import CometCallback, TensorBoardCallback, WandbCallback
+from trainer_lib.trackers.vendors import TensorBoardCallback, vendor_callback
 from trainer_lib.trainer import Trainer
 from trainer_lib.trainer.model.forward import logits_of
 from trainer_lib.trainer.overrides import parameters_of, refuse_uncalled, takes, takes_positionals
@@ -469,14 +469,14 @@ class TFTrainer(Trainer):
 
     def setup_wandb(self) -> None:
         """Log to Weights & Biases; called when the Trainer is built if `report_to` names it."""
-        self._trainflow_report_to(WandbCallback)
+        self._trainflow_report_to(vendor_callback("wandb"))
 
     def setup_comet(self) -> None:
         """Log to Comet; called when the Trainer is built if `report_to` names it."""
-        self._trainflow_report_to(CometCallback)
+        self._trainflow_report_to(vendor_callback("comet_ml"))
 
     def _trainflow_report_to(self, callback: type[TrainerCallback]) -> None:
-        if not any(isinstance(present, callback) for present in self.callback_handler.callbacks):
+        if not any(isinstance(present, callback.__bases__) for present in self.callback_handler.callbacks):
             self.add_callback(callback)
 
 

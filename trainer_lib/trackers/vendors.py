@@ -3,18 +3,19 @@
 A tracker stores numbers. It must never slow training down and never end it: `log` neither waits for a network nor
 raises.
 
-Our own trackers serve jsonl, mlflow, tensorboard and wandb. The callback that transformers ships serves every other
-name, when its package and transformers are installed; a guard logs the first exception of such a callback and then
-stops calling it. A name whose package is missing is refused when the Trainer is built.
+Our own trackers serve jsonl, mlflow and tensorboard. The callback that transformers ships serves every other name,
+when its package and transformers are installed: a subclass that logs its first exception and then ignores events.
+A name whose package is missing is refused when the Trainer is built.
 
-`validation.REPORTERS` is the table of all names. A new vendor is a row there; a tracker of our own is a file with the
-tracker, a row, and a callback here that makes it.
+`validation.REPORTERS` is the table of all names. A new vendor is a row there and a name in `trainer_lib/__init__.pyi`;
+a tracker of our own is a file with the tracker, a row, and a callback here that makes it.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import importlib
 import importlib.util
 import json
@@ -262,118 +263,61 @@ class TensorBoardCallback(ReporterCallback):
         return TensorBoardTracker(args.logging_dir or f"{(args.output_dir or '.').rstrip('/')}/runs")
 
 
-class WandbCallback(ReporterCallback):
-    """Logs to Weights & Biases. Subclasses find what they know of transformers' callback: `_wandb` and `setup`."""
-
-    reporter = "wandb"
-    _resume_step = 0
-
-    @property
-    def _wandb(self) -> Any:
-        return importlib.import_module("wandb")
-
-    @property
-    def _initialized(self) -> bool:
-        return self._started
-
-    @_initialized.setter
-    def _initialized(self, value: bool) -> None:
-        """Do nothing: an override of `setup` says so, and the run that it has opened is joined all the same."""
-
-    @override
-    def create(self, args: Any) -> Tracker:
-        return WandbTracker(args.project, args.logging_dir)
-
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        """Open a run of wandb, or join the one that is open. An override may open another one."""
-        super()._start(args, state, resume_step=self._resume_step, model=model)
-
-    @override
-    def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
-        self._resume_step, self._started = resume_step, False
-        self.setup(args, state, model)
-        if not self._started:
-            super()._start(args, state, resume_step=resume_step, model=model)
-
-    @override
-    def on_log(  # type: ignore[override]  # transformers' order, for code that calls it by position
-        self, args: Any, state: Any, control: Any, model: Any = None, logs: dict[str, Any] | None = None, **kwargs: Any
-    ) -> None:
-        super().on_log(args, state, control, logs=logs, model=model, **kwargs)
+OURS: dict[str, type[ReporterCallback]] = {
+    cls.reporter: cls for cls in (JsonlCallback, MLflowCallback, TensorBoardCallback)
+}
 
 
-class VendorCallback(TrainerCallback):
-    """Calls the callback that transformers has for a tracker, guarded."""
+def vendor_callback(reporter: str) -> type[TrainerCallback]:
+    """The callback that transformers has for a name of `report_to`, guarded. Raises MissingExtraError."""
+    _require(reporter)
+    # Loaded here: the package behind it may take seconds to import.
+    module = importlib.import_module("transformers.integrations.integration_utils")
+    return _guarded(reporter, getattr(module, REPORTERS[reporter].callback))
 
-    reporter: ClassVar[str]
 
-    def __init__(self) -> None:
-        _require(self.reporter)
-        # Loaded here: the package behind it may take seconds to import. From the module that defines it, because
-        # `trainer_lib.install` puts ours in place of the name that others import.
-        theirs = getattr(importlib.import_module("transformers.integrations.integration_utils"), type(self).__name__)
-        self._theirs: Any = theirs()
-        # Only the events that it handles: the handler of events skips a callback without the method.
-        for event in EVENTS:
-            if callable(getattr(self._theirs, event, None)):
-                setattr(self, event, self._guarded(event))
+@functools.cache
+def _guarded(reporter: str, theirs: type[TrainerCallback]) -> type[TrainerCallback]:
+    """A callback class that logs the first exception of an event, and ignores all later events."""
 
-    def __getattr__(self, name: str) -> Any:
-        # Such as CodeCarbon's `tracker`, which model cards of other libraries read.
-        theirs = self.__dict__.get("_theirs")
-        if theirs is None or name.startswith("__"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return getattr(theirs, name)
+    def guard(event: str) -> Callable[..., None]:
+        method = getattr(theirs, event)
 
-    def _guarded(self, event: str) -> Callable[..., None]:
-        def call(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if self._theirs is None:
+        @functools.wraps(method)
+        def call(self: Any, *args: Any, **kwargs: Any) -> None:
+            if getattr(self, "_trainflow_failed", False):
                 return
             try:
-                getattr(self._theirs, event)(args, state, control, **kwargs)
+                method(self, *args, **kwargs)
             except Exception as error:  # a tracking client must not end training, whatever it raises
-                self._theirs = None
-                reason = first_line(error)
-                _log.warning("Nothing more is reported to %s: %s", self.reporter, reason)
+                self._trainflow_failed = True
+                _log.warning("Nothing more is reported to %s: %s", reporter, first_line(error))
 
         return call
 
-
-OURS: dict[str, type[ReporterCallback]] = {
-    cls.reporter: cls for cls in (JsonlCallback, MLflowCallback, TensorBoardCallback, WandbCallback)
-}
-VENDORS: dict[str, type[VendorCallback]] = {
-    name: type(
-        row.callback, (VendorCallback,), {"reporter": name, "__doc__": f"Logs to {row.title}.", "__module__": __name__}
-    )
-    for name, row in REPORTERS.items()
-    if not row.is_ours
-}
+    # Only the events that it handles: the handler of events skips a callback without the method.
+    events = {event: guard(event) for event in EVENTS if callable(getattr(theirs, event, None))}
+    return type(theirs.__name__, (theirs,), {**events, "__doc__": theirs.__doc__, "__module__": __name__})
 
 
-def __getattr__(name: str) -> type[VendorCallback]:
-    for cls in VENDORS.values():
-        if cls.__name__ == name:
-            return cls
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+def is_reporter(callback: TrainerCallback) -> bool:
+    """Whether a callback is that of a tracker, or derived from one."""
+    names = {row.callback for row in REPORTERS.values()}
+    return any(cls.__name__ in names for cls in type(callback).__mro__) or isinstance(callback, TrackingCallback)
 
 
-def reporters(report_to: Iterable[str]) -> list[type[ReporterCallback | VendorCallback]]:
+def reporters(report_to: Iterable[str]) -> list[type[TrainerCallback]]:
     """Return the callback classes behind the names of `report_to` (as the arguments hold it), each once.
 
     Raises:
         MissingExtraError: the package of a name is not installed. "all" leaves such names out instead.
     """
-    # Ours first: transformers has callbacks of these names as well.
-    classes: dict[str, type[ReporterCallback | VendorCallback]] = {**OURS, **VENDORS}
-    chosen: list[type[ReporterCallback | VendorCallback]] = []
+    chosen: list[str] = []
     for name in report_to:
-        if name == "all":
-            chosen += [cls for served, cls in classes.items() if _is_served(REPORTERS[served])]
-        else:
-            _require(name)
-            chosen.append(classes[name])
-    return list(dict.fromkeys(chosen))
+        chosen += [served for served, row in REPORTERS.items() if _is_served(row)] if name == "all" else [name]
+    for name in chosen:
+        _require(name)
+    return [OURS[name] if name in OURS else vendor_callback(name) for name in dict.fromkeys(chosen)]
 
 
 class TensorBoardTracker:
@@ -437,68 +381,3 @@ class TensorBoardTracker:
             from torch.utils.tensorboard import SummaryWriter
 
             self.writer = SummaryWriter(self._folder, purge_step=purge_step)
-
-
-class WandbTracker:
-    """Logs scalars under `train/`, `eval/` and `test/` against `train/global_step`.
-
-    A run that the program has opened itself (`wandb.init`) is used and stays open. A run that the tracker opens stays
-    open after training for the evaluations that follow; it ends with the process, or when the next training starts.
-
-    Args:
-        project: the project; the variable WANDB_PROJECT overrides it.
-        folder: wandb's folder for its files; the variable WANDB_DIR overrides it.
-    """
-
-    name = "wandb"
-
-    def __init__(self, project: str | None, folder: str | None = None) -> None:
-        self._project = os.environ.get("WANDB_PROJECT") or project
-        self._folder = os.environ.get("WANDB_DIR") or folder
-        self._run: Any = None
-        self._own = False
-
-    def start(self, *, run_name: str | None, params: Mapping[str, Any], resume_step: int) -> None:
-        """Open a run, or join the program's own. The variable WANDB_RUN_ID names a run to continue."""
-        try:
-            import wandb
-
-            if self._own and self._run is not None:
-                self._run.finish()
-            # A run that the program has opened is not ours to end.
-            self._own = wandb.run is None
-            if self._own:
-                # "allow", not "must": the run may not exist yet.
-                resume = "allow" if os.environ.get("WANDB_RUN_ID") else None
-                settings: dict[str, Any] = {"project": self._project, "name": run_name, "dir": self._folder}
-                self._run = wandb.init(config=flatten_params(params), resume=resume, **settings)
-            else:
-                self._run = wandb.run
-                self._run.config.update(flatten_params(params), allow_val_change=True)
-            self._run.define_metric("train/global_step")
-            self._run.define_metric("*", step_metric="train/global_step", step_sync=True)
-        except Exception as error:  # a tracking client must not end training, whatever it raises
-            self._give_up(error)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Pass the values of one step to wandb, whose own process sends them."""
-        if self._run is None:
-            return
-        try:
-            self._run.log({**sectioned(metrics), "train/global_step": step})
-        except Exception as error:
-            self._give_up(error)
-
-    def close(self, status: str = "FINISHED") -> None:
-        """End our own run when training failed; a run that finished stays open for evaluations."""
-        if self._run is None or not self._own or status == "FINISHED":
-            return
-        run, self._run = self._run, None
-        try:
-            run.finish(exit_code=1)
-        except Exception as error:
-            self._give_up(error)
-
-    def _give_up(self, error: Exception) -> None:
-        self._run = None
-        _log.warning("Metrics no longer go to Weights & Biases: %s", first_line(error))

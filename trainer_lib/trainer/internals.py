@@ -36,7 +36,7 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.hub.publisher import Publisher
 from trainer_lib.search.trials import TrialRunner
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
-from trainer_lib.trackers.vendors import TrackingCallback, VendorCallback, reporters
+from trainer_lib.trackers.vendors import TrackingCallback, is_reporter, reporters
 from trainer_lib.trainer.accelerator.slot import AcceleratorSlot
 from trainer_lib.trainer.api.reporting import Counters
 from trainer_lib.trainer.attempts import Attempts
@@ -104,7 +104,7 @@ class Events:
         state = trainer.state if step is None else dataclasses.replace(trainer.state, global_step=step)
         for callback in trainer.callback_handler.callbacks:
             on_log = getattr(callback, "on_log", None)
-            if isinstance(callback, TrackingCallback | VendorCallback) and on_log is not None:
+            if is_reporter(callback) and on_log is not None:
                 on_log(trainer.args, state, trainer.control, logs=dict(values), model=trainer.model)
 
     def use_state(self, state: TrainerState) -> None:

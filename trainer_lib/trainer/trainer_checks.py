@@ -41,6 +41,10 @@ _NEEDED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
         lambda args: str(args.optim).startswith(("galore", "apollo")),
         "an optimizer that works on chosen layers, such as galore_adamw",
     ),
+    "project": (
+        lambda args: args.project == "huggingface" or not {"trackio", "all"}.isdisjoint(args.report_to),
+        'report_to="trackio": other trackers read a variable, as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME',
+    ),
 }
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _log = logging.getLogger(__name__)
