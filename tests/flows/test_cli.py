@@ -489,7 +489,7 @@ def test_one_that_is_being_read_says_so_and_stays(root: Path, cli: Cli) -> None:
 
 
 def test_what_is_not_there_is_told_with_what_is(tmp_path: Path) -> None:
-    (tmp_path / "trainer_state.json").write_text("{}")
+    (tmp_path / "scheduler.pt").write_bytes(b"")
     with pytest.raises(ConfigError, match="transformers Trainer") as caught:
         checkpoints.find(str(tmp_path))
     assert "import" in str(caught.value.remedy)

@@ -25,9 +25,9 @@ from trainer_lib.locks.removal import is_kept, is_protected, withdraw_if_unread
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, LIMIT, Commit, read_commit, verify_files
 
-TRANSFORMERS = "transformers"
 # Few names, all of which trainflow never writes: a folder that matches is protected from deletion.
 _NEVER_OURS = ("*.pt", "*.pth", "*.pkl", "*.bin", "*.ckpt", "*.distcp", ".metadata", "global_step*", "*_fsdp_*")
+_TRANSFORMERS_ONLY = ("optimizer.pt", "rng_state*.pth", "training_args.bin", "scheduler.pt")
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ def list_foreign(root: Store) -> list[str]:
 def _is_of_another(names: list[str]) -> bool:
     # A checkpoint, or the save that a kill interrupted, may hold files of an overridden `save_model`: pickles, too.
     ours = COMMIT in names or DAMAGED in names or any(map(is_claim, names))
-    return not ours and is_foreign(names)
+    return not ours and _match(names, _NEVER_OURS)
 
 
 def list_linked(root: Store) -> list[str]:
@@ -241,74 +241,36 @@ class Foreign:
     """A kind of folder that another program writes.
 
     Attributes:
-        kind: a word for it.
-        signs: names of which one identifies it; ``*`` and ``?`` as in a shell.
-        what: what a message calls it, after "there is".
+        what: a message's name for it, after "there is".
         remedy: what to do, a sentence or two.
     """
 
-    kind: str
-    signs: tuple[str, ...]
     what: str
     remedy: str
 
 
-# In this order: a DeepSpeed checkpoint of the transformers Trainer also has the signs of the later kinds.
-_KINDS = (
-    Foreign(
-        "deepspeed",
-        ("global_step*", "zero_to_fp32.py", "zero_pp_rank_*", "mp_rank_*", "bf16_zero_pp_rank_*"),
-        "a checkpoint of DeepSpeed's engine (pickles, one per process)",
-        "Its weights can be used: run its zero_to_fp32.py, where you trust it, to write model.safetensors. Its "
-        "optimizer cannot be used: train on from the weights.",
-    ),
-    Foreign(
-        "dcp",
-        (".metadata", "*.distcp", "pytorch_model_fsdp_*", "optimizer_0"),
-        "a sharded checkpoint of torch.distributed (its index, .metadata, is a pickle)",
-        "Its weights can be used: run `accelerate merge-weights`, where you trust it, to write model.safetensors. Its "
-        "optimizer cannot be used: train on from the weights.",
-    ),
-    Foreign(
-        "accelerate",
-        ("random_states_*.pkl", "custom_checkpoint_*.pkl", "*.ckpt"),
-        "a checkpoint of another trainer (Accelerator.save_state, Lightning), which is made of pickles",
-        "Export its weights as safetensors with the program that wrote it, and train on from them.",
-    ),
-    Foreign(
-        TRANSFORMERS,
-        ("trainer_state.json", "optimizer.pt", "rng_state*.pth", "training_args.bin", "scheduler.pt"),
-        "a checkpoint of the transformers Trainer",
-        "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed.",
-    ),
-    Foreign(
-        "weights",
-        ("model.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "adapter_model.*", "*.safetensors"),
-        "a folder with a model's weights only",
-        "Load them into the model and start a new training: the folder has no optimizer to resume from.",
-    ),
-    Foreign(
-        "pickles",
-        ("*.pkl", "*.pickle", "*.pt", "*.pth", "*.bin", "*.npy", "*.npz", "*.joblib"),
-        "a folder with pickles",
-        "They are never loaded: such a file can run any code. Export them as safetensors where you trust them.",
-    ),
+_OF_TRANSFORMERS = Foreign(
+    "a checkpoint of the transformers Trainer",
+    "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed.",
+)
+_OF_OTHERS = Foreign(
+    "a folder of another program",
+    "Its pickles are never loaded, because they can run any code. Export its weights as safetensors with the program "
+    "that wrote it, load them into the model, and start a new training.",
 )
 
 
-def is_foreign(names: Iterable[str]) -> bool:
-    """Whether a folder with these names and no commit was certainly written by another program."""
-    # fnmatchcase: the same answer on a system whose file names ignore case.
-    return any(fnmatch.fnmatchcase(name, sign) for name in names for sign in _NEVER_OURS)
-
-
 def recognise_folder(store: Store) -> Foreign | None:
-    """Recognise a folder by the names in it; None when it is of no known kind. Raises StorageError."""
+    """Recognise another program's folder by the names in it; None for any other. Raises StorageError."""
     names = store.children()
-    for kind in _KINDS:
-        if any(fnmatch.fnmatchcase(name, sign) for sign in kind.signs for name in names):
-            return kind
-    return None
+    if _match(names, _TRANSFORMERS_ONLY):
+        return _OF_TRANSFORMERS
+    return _OF_OTHERS if _match(names, _NEVER_OURS) else None
+
+
+def _match(names: Iterable[str], signs: Iterable[str]) -> bool:
+    # fnmatchcase: the same answer on a system whose file names ignore case.
+    return any(fnmatch.fnmatchcase(name, sign) for name in names for sign in signs)
 
 
 def require_importable(store: Store) -> None:
@@ -318,7 +280,7 @@ def require_importable(store: Store) -> None:
             store, "The folder is already a checkpoint of trainflow.", "Resume from it, or copy the folder."
         )
     known = recognise_folder(store)
-    if known is None or known.kind != TRANSFORMERS:
+    if known is not _OF_TRANSFORMERS:
         what = f"There is {known.what}" if known else "There is no checkpoint"
         remedy = known.remedy if known else "Name a checkpoint-N folder that the transformers Trainer wrote."
         raise refuse_source(store, f"{what}.", remedy)

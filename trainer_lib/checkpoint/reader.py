@@ -46,7 +46,8 @@ _GROWING_LIMIT = 512 * 2**20
 _RANK_LIMIT = 1_000_000
 _NOT_COMMITTED = "The folder holds no committed checkpoint"
 _HOW_TO_LIST = (
-    "A folder without COMMIT.json was not finished. `trainflow checkpoints list` shows the checkpoints that were."
+    "A folder without COMMIT.json was not finished, or holds a model alone. `trainflow checkpoints list` shows the "
+    "checkpoints that were finished."
 )
 _READ_AT_ONCE = frozenset((layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS))
 """Files that opening a checkpoint reads already."""

@@ -299,8 +299,8 @@ def _check_kind(store: Store) -> set[str]:
         )
     for name in ("optimizer.pt", "scheduler.pt"):
         if name not in names:
-            remedy = "Load its weights (from_pretrained) and start a new training."
-            raise refuse_source(store, f"The folder has no {name}: only the model was saved (save_only_model).", remedy)
+            what = f"The folder has no {name}: it holds the model only, or shards of FSDP or DeepSpeed."
+            raise refuse_source(store, what, "Load its weights (from_pretrained) and start a new training.")
     return names
 
 

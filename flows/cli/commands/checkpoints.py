@@ -15,7 +15,6 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.paths import expand_home
 from trainer_lib.checkpoint.catalogue import (
     CheckpointInfo,
-    is_foreign,
     list_excess,
     list_linked,
     read_checkpoint_info,
@@ -278,7 +277,7 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
     # No commit, but a note: a resume found it damaged and withdrew its commit.
     if store.exists(DAMAGED):
         return Entry(root, name, step, "damaged", problems=(f"set aside, see {DAMAGED}",))
-    known = recognise_folder(store) if is_foreign(store.children()) else None
+    known = recognise_folder(store)
     if known is not None:
         return Entry(root, name, step, "foreign", problems=(known.what,))
     claim = read_claim(store)
