@@ -2,7 +2,7 @@
 
 from trainer_lib.errors import TrainflowError as TrainflowError
 from trainer_lib.model_folder.loaded import load_model as load_model
-from trainflow.recorded_run import Run as Run, Runs as Runs, runs as runs
-from trainflow.specification import Spec as Spec, Sweep as Sweep
+from trainflow.recorded_run import Run as Run, runs as runs
+from trainflow.specification import Spec as Spec
 
 __all__: list[str]

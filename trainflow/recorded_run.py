@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, overload
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from typing_extensions import override
 
@@ -61,6 +59,13 @@ class Run:
     def of(cls, result: PipelineResult) -> Run:
         """The run that a result belongs to."""
         return cls(result.pipeline_key[:RUN_ID_CHARS], storage=result.storage)
+
+    @classmethod
+    def _listed(cls, storage: str, run_id: str) -> Run:
+        """A run that is known to be recorded, so that it is not looked for."""
+        run = cls.__new__(cls)
+        run.storage, run.id = storage, run_id
+        return run
 
     # -- how it is ----------------------------------------------------------------------------------------------------
 
@@ -208,9 +213,10 @@ class Run:
     def _repr_html_(self) -> str | None:
         """The report, as a notebook shows it: in a frame of its own, which runs no scripts."""
         try:
-            return framed(self.report())
+            text = html.escape(self.report(), quote=True)
         except ConfigError:
             return None
+        return f'<iframe srcdoc="{text}" sandbox width="100%" height="{_FRAME_PX}" style="border:0"></iframe>'
 
     def __repr__(self) -> str:
         return f"Run({self.id!r}, name={self.name!r}, status={self.status!r})"
@@ -235,57 +241,7 @@ class Run:
         return found
 
 
-class Runs(Sequence[Run]):
-    """The runs of a storage, the newest first; shown as a table."""
-
-    def __init__(self, storage: str, found: Sequence[PastRun]) -> None:
-        self._storage, self._found = storage, found
-
-    @override
-    def __len__(self) -> int:
-        return len(self._found)
-
-    @overload
-    def __getitem__(self, index: int) -> Run: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> Runs: ...
-
-    @override
-    def __getitem__(self, index: int | slice) -> Run | Runs:
-        if isinstance(index, slice):
-            return Runs(self._storage, self._found[index])
-        return Run(self._found[index].id, storage=self._storage)
-
-    @override
-    def __iter__(self) -> Iterator[Run]:
-        return (self[index] for index in range(len(self)))
-
-    @cached_property
-    def table(self) -> pd.DataFrame:
-        """A row for each run: name, status, started, seconds, and a column for each metric."""
-        import pandas as pd
-
-        rows = [
-            {
-                "name": each.run_name or each.name,
-                "status": read_status(self._storage, each).state,
-                "started": each.started,
-                "seconds": each.seconds,
-                **each.metrics,
-            }
-            for each in self._found
-        ]
-        return pd.DataFrame(rows, index=pd.Index([each.id for each in self._found], name="run"))
-
-    def _repr_html_(self) -> str:
-        return self.table.to_html()
-
-    def __repr__(self) -> str:
-        return self.table.to_string() if self._found else f"No run is recorded in {self._storage}."
-
-
-def runs(storage: Place | None = None) -> Runs:
+def runs(storage: Place | None = None) -> list[Run]:
     """Every run that is recorded below a storage, the newest first.
 
     Args:
@@ -295,7 +251,7 @@ def runs(storage: Place | None = None) -> Runs:
         ConfigError: no storage was named, and the working directory has none. StorageError: it cannot be read.
     """
     place = _storage_of(storage)
-    return Runs(place, list_runs(place))
+    return [Run._listed(place, past.id) for past in list_runs(place)]
 
 
 def run_here(spec: PipelineSpec, *, progress: bool, **choice: Any) -> PipelineResult:
@@ -342,9 +298,3 @@ def _storage_of(place: Place | None) -> str:
         return found
     what = "No storage was named, and the working directory has neither a single spec nor .trainflow."
     raise ConfigError(what, field="storage", remedy='Name it: storage="…", a folder or a URL.')
-
-
-def framed(page: str) -> str:
-    """A page of HTML, as a notebook shows it: in a frame of its own, which runs no scripts."""
-    text = html.escape(page, quote=True)
-    return f'<iframe srcdoc="{text}" sandbox width="100%" height="{_FRAME_PX}" style="border:0"></iframe>'

@@ -302,7 +302,7 @@ def test_a_finished_run_is_found_and_read(folder: Path) -> None:
     assert run.mlflow_run_id
 
     assert trainflow.Run(run.id, storage=spec) == run
-    assert trainflow.runs(spec.storage).table["test_error"].to_dict() == {run.id: error}
+    assert trainflow.runs(spec.storage) == [run]
     assert "sandbox" in (run._repr_html_() or "")
     assert repr(run) == f"Run('{run.id}', name='{run.name}', status='finished')"
 
@@ -374,7 +374,7 @@ def test_bad_input_is_named(folder: Path, tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(ConfigError) as refused:
         spec.run(start="evalute")
     assert "evaluate" in str(refused.value)
-    assert trainflow.runs(str(tmp_path / "empty")).table.empty
+    assert trainflow.runs(str(tmp_path / "empty")) == []
 
 
 def test_a_storage_out_of_reach_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

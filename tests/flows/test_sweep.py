@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pandas
 import psutil
 import pytest
 from mlflow import MlflowClient
@@ -26,6 +27,7 @@ from tests.support.sweeps import SLOW_RECIPE, attempts, sweep_project
 from trainer_lib.errors import ConfigError, GateError
 from trainer_lib.launch.settings.gpu_selection import num_cores
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
+from trainflow.flows.sweeps.sweep_result import SweepResult
 from trainflow.flows.sweeps.sweeping import run_as_flow, run_sweep
 
 EVALUATED = ("train.eval_split=test", "train.args.eval_strategy=steps", "train.args.eval_steps=1")
@@ -46,18 +48,18 @@ def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, p
     spec = trainflow.Spec.load(path, *EVALUATED, *pruned, space, *required)
     sweep = spec.sweep(progress=False)
 
-    table = sweep.trials
-    assert list(table["state"]) == ["complete", "pruned", "pruned"]
-    assert list(table["train.args.learning_rate"]) == [1.0, 1e-4, 2e-4]
-    assert (table["steps"][1:] < 24).all()
+    trials = sweep.trials
+    assert [trial.state for trial in trials] == ["complete", "pruned", "pruned"]
+    assert [trial.values["train.args.learning_rate"] for trial in trials] == [1.0, 1e-4, 2e-4]
+    assert all(trial.notes["steps"] < 24 for trial in trials[1:])
     assert sweep.best == [0]
-    assert sweep.run().metrics["value"]["test_error"] == table["test_error"][0]
-    assert trainflow.Spec.load(sweep.spec_file()).why()["hit"][["prepare-data", "train", "evaluate"]].all()
-    page = sweep.report()
+    best = trainflow.Run(trials[0].notes["run"], storage=sweep.storage)
+    assert trials[0].objective == (best.metrics["value"]["test_error"],)
+    assert trainflow.Spec.load(sweep.best_specs[0]).why()["hit"][["prepare-data", "train", "evaluate"]].all()
+    page = Path(str(sweep.report_url)).read_text()
     assert "Best trial: 0" in page
     assert "eval_error by evaluation" in page
     assert "http" not in page.replace("http://www.w3.org", ""), "nothing is loaded from anywhere"
-    assert "sandbox" in sweep._repr_html_()
 
     client = MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
     [experiment] = [each for each in client.search_experiments() if each.name == "toy"]
@@ -65,31 +67,34 @@ def test_a_sweep_with_early_ends_is_one_parent_with_its_trials(tmp_path: Path, p
     [parent] = [run for run in runs if "mlflow.parentRunId" not in run.data.tags]
     children = [run for run in runs if run.data.tags.get("mlflow.parentRunId") == parent.info.run_id]
     assert len(children) == 3
-    assert parent.info.run_id == sweep.result.mlflow_run_id
+    assert parent.info.run_id == sweep.mlflow_run_id
     assert parent.data.tags["trainflow.sweep.best_trial"] == "0"
     ended = {run.data.tags["trainflow.trial"]: run.data.tags.get("trainflow.pruned") for run in children}
     assert ended["0"] is None
     assert "better than eval_error" in str(ended["1"])
-    assert sweep.run().mlflow_run_id in [run.info.run_id for run in children]
+    assert best.mlflow_run_id in [run.info.run_id for run in children]
 
     _check_promotion(spec, sweep, client)
     listed = command("runs", "--storage", tmp_path / "store")
     assert "and 2 more: trainflow runs --sweep sweep" in listed.out
-    trials = json.loads(command("runs", "--storage", tmp_path / "store", "--sweep", "sweep", "--json").out)["runs"]
-    assert {each["trial"]: each["state"] for each in trials} == {"0": "finished", "1": "pruned", "2": "pruned"}
-    assert len(trials) == 3
+    recorded = json.loads(command("runs", "--storage", tmp_path / "store", "--sweep", "sweep", "--json").out)["runs"]
+    assert {each["trial"]: each["state"] for each in recorded} == {"0": "finished", "1": "pruned", "2": "pruned"}
+    assert len(recorded) == 3
 
 
-def _check_promotion(spec: trainflow.Spec, sweep: trainflow.Sweep, client: MlflowClient) -> None:
+def _check_promotion(spec: trainflow.Spec, sweep: SweepResult, client: MlflowClient) -> None:
     """The best spec passes the gate and is registered, which no trial is; one that requires more is held back."""
     assert client.search_registered_models() == []
-    held = trainflow.Spec.load(sweep.spec_file(), "evaluate.require={test_error: '< 0'}")
+    held = trainflow.Spec.load(sweep.best_specs[0], "evaluate.require={test_error: '< 0'}")
     with pytest.raises(GateError, match="must be < 0"):
         held.run(progress=False)
     assert client.search_registered_models() == []
     # As docs/python.md shows it.
     [shown] = [block.text for block in blocks("python.md") if ".sweep()" in block.text]
-    exec(shown.replace('trainflow.Spec.load("pipeline.yaml")', "spec"), {"trainflow": trainflow, "spec": spec})
+    exec(
+        shown.replace('trainflow.Spec.load("pipeline.yaml")', "spec"),
+        {"trainflow": trainflow, "spec": spec, "pandas": pandas},
+    )
     best = trainflow.Run("last", storage=spec.storage)
     champion = client.get_model_version_by_alias("toy-line", "champion")
     assert champion.run_id == best.mlflow_run_id
@@ -105,31 +110,26 @@ def test_of_several_objectives_those_trials_are_best_that_none_beats_in_everythi
     several = ("sweep.objective=[test_error, test_size]", "sweep.direction=[minimize, minimize]")
     words = (space, *several, "sweep.sampler=grid", "sweep.trials=", "train.args.weight_decay=0")
     sweep = trainflow.Spec.load(path, *words).sweep(progress=False)
-    table = sweep.trials
+    errors, sizes = zip(*(trial.objective or () for trial in sweep.trials), strict=True)
     assert sweep.best == [0, 2]
     folder = tmp_path / "store" / "sweeps" / "toy-sweep"
     assert sorted(each.name for each in folder.glob("best*.yaml")) == ["best-0.yaml", "best-2.yaml"]
-    assert table["test_error"][2] < table["test_error"][0]
-    assert table["test_size"][0] < table["test_size"][2]
-    page = sweep.report()
+    assert errors[2] < errors[0]
+    assert sizes[0] < sizes[2]
+    page = Path(str(sweep.report_url)).read_text()
     assert page.count("Not beaten:") == 2
-    pictures = [
-        f"{what} {name}" for name in sweep.result.objective for what in ("History of", "Importance for", "Values and")
-    ]
+    pictures = [f"{what} {name}" for name in sweep.objective for what in ("History of", "Importance for", "Values and")]
     assert [title for title in ("Best compromises", *pictures) if f"<h3>{title}</h3>" not in page] == []
     client = MlflowClient(f"sqlite:///{tmp_path / 'store' / 'mlflow.db'}")
-    parent = client.get_run(str(sweep.result.mlflow_run_id))
+    parent = client.get_run(str(sweep.mlflow_run_id))
     assert parent.data.tags["trainflow.sweep.best_trials"] == "0, 2"
     assert "trainflow.sweep.best_trial" not in parent.data.tags
 
     # None of them is promoted by itself; who chooses one runs its spec, and finds the training there.
-    with pytest.raises(ConfigError, match=r"(?s)choice is yours.*\[0, 2\]"):
-        sweep.spec_file()
-    with pytest.raises(ConfigError, match="not among the best"):
-        sweep.spec_file(1)
-    chosen = trainflow.Spec.load(sweep.spec_file(2))
+    assert sorted(sweep.best_specs) == [0, 2]
+    chosen = trainflow.Spec.load(sweep.best_specs[2])
     assert chosen.why()["hit"][["prepare-data", "train", "evaluate"]].all()
-    assert chosen.run().metrics["value"]["test_error"] == table["test_error"][2]
+    assert chosen.run().metrics["value"]["test_error"] == errors[2]
 
 
 def test_a_metric_that_does_not_come_out_ends_the_sweep_after_one_trial(tmp_path: Path, prefect_server: str) -> None:
