@@ -21,7 +21,7 @@ _LOAD = "system/"
 # So does where the time went; that it was logged, and once, is compared all the same.
 _SHARES = re.compile(r"(?:^|/)(?:goodput|mfu|time_\w+_s)$")
 # They name the MLflow run, and hold the digest of a card that says how long the training took.
-_OF_ONE_RUN = {"lineage.json", "provenance.json"}
+_OF_ONE_RUN = {"lineage.json"}
 
 
 @dataclass(frozen=True)

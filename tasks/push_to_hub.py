@@ -25,7 +25,6 @@ from trainer_lib.hub.folder import open_hub
 from trainer_lib.hub.huggingface import download_snapshot
 from trainer_lib.model_folder.description import FILE, read_description
 from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
-from trainer_lib.model_folder.lineage import PROVENANCE_FILE
 from trainer_lib.model_folder.locate import FoundModel, find_model
 from trainer_lib.protocol.requests import OUTCOMES, MeasureRowsRequest, PreparedData
 from trainer_lib.storage import FileEntry, Store
@@ -60,7 +59,7 @@ if TYPE_CHECKING:
 STAGE = "push-to-hub"
 CARD = "README.md"
 # A file of the model with such a name would take the place of what the publication writes itself.
-_MADE_HERE = {CARD, "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE, PROVENANCE_FILE}
+_MADE_HERE = {CARD, "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE}
 EVALUATION = "evaluation"
 """Folder of a publication with the files of its evaluation."""
 _FIELD = "publish.only_if"

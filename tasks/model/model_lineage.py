@@ -16,13 +16,11 @@ from trainer_lib.errors import DamagedError, StorageError
 from trainer_lib.hub.base import Content
 from trainer_lib.model_folder.lineage import (
     FILE,
-    PROVENANCE_FILE,
     CheckpointLink,
     Lineage,
     PublicationLink,
     SourceLink,
     StageLink,
-    render_statement,
 )
 from trainer_lib.secrets import mask, mask_value
 from trainer_lib.storage import FileEntry, Store
@@ -107,10 +105,9 @@ def describe_lineage(
 
 
 def add_lineage(content: Content, lineage: Lineage) -> Content:
-    """A publication with its lineage and, in the form of a standard, its provenance."""
+    """A publication with its lineage."""
     whole = replace(lineage, files=tuple(content.entries()))
-    texts = {FILE: whole.to_json(), PROVENANCE_FILE: render_statement(whole)}
-    return replace(content, texts={**content.texts, **texts})
+    return replace(content, texts={**content.texts, FILE: whole.to_json()})
 
 
 def find_inputs(fields: Mapping[str, Any]) -> dict[str, str]:

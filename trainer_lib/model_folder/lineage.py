@@ -11,7 +11,6 @@ reading one leads to no other machine.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Iterator
@@ -93,7 +92,7 @@ class Lineage:
         versions: package -> version that the model was trained with.
         run: the run on the storage; None in a publication, which any number of runs may have made.
         publication: where the run published the model; None in the publication itself.
-        files: of the folder that this file lies in, without this file and its provenance.
+        files: of the folder that this file lies in, without this file.
     """
 
     name: str
@@ -188,63 +187,3 @@ def _digest_problems(what: str, digests: Iterable[str | None]) -> Iterator[str]:
 
 def _bad(what: str, where: str) -> ConfigError:
     return ConfigError(f"The lineage {what}.", field=where, remedy=_REMEDY)
-
-
-# -- what other tools read and sign -----------------------------------------------------------------------------------
-# An in-toto Statement (https://in-toto.io/Statement/v1) with the predicate of SLSA (https://slsa.dev/spec/v1.0/provenance).
-PROVENANCE_FILE = "provenance.json"
-STATEMENT = "https://in-toto.io/Statement/v1"
-PREDICATE = "https://slsa.dev/provenance/v1"
-BUILD_TYPE = "urn:trainflow:pipeline:v1"
-CONTENT = "trainflowContent"
-"""Name of a digest that is not of a file: SHA-256 over lines `path NUL size NUL sha256` of the files."""
-SOURCE = "trainflowSource"
-"""Name of a digest that is of a source as declared: of many files, or a server's tag."""
-
-
-def make_statement(lineage: Lineage) -> dict[str, Any]:
-    """The statement about the files of a lineage's folder, the lineage among them."""
-    own = hashlib.sha256(lineage.to_json()).hexdigest()
-    files = {**{entry.path: entry.sha256 for entry in lineage.files}, FILE: own}
-    packages = {name: version for name, version in lineage.versions.items() if name != "processor"}
-    metadata = {} if lineage.tracked_run is None else {"invocationId": lineage.tracked_run}
-    checkpoints = [
-        {
-            "name": checkpoint.name,
-            "digest": {CONTENT: checkpoint.content_digest},
-            "annotations": {"step": checkpoint.step},
-        }
-        for checkpoint in lineage.checkpoints
-    ]
-    statement: dict[str, Any] = {
-        "_type": STATEMENT,
-        "subject": [{"name": path, "digest": {"sha256": digest}} for path, digest in sorted(files.items())],
-        "predicateType": PREDICATE,
-        "predicate": {
-            "buildDefinition": {
-                "buildType": BUILD_TYPE,
-                "externalParameters": {"name": lineage.name, "arguments": lineage.arguments},
-                "internalParameters": {"versions": lineage.versions},
-                "resolvedDependencies": [
-                    {"name": source.source, "digest": {SOURCE: source.digest}} for source in lineage.sources
-                ],
-            },
-            "runDetails": {
-                "builder": {"id": BUILD_TYPE, "version": packages},
-                "metadata": metadata,
-                "byproducts": [*(_stage_digests(stage) for stage in lineage.stages), *checkpoints],
-            },
-        },
-    }
-    masked: dict[str, Any] = mask_value("", statement)
-    return masked
-
-
-def render_statement(lineage: Lineage) -> bytes:
-    """The contents of the file."""
-    return json.dumps(make_statement(lineage), indent=1, sort_keys=True, allow_nan=False).encode() + b"\n"
-
-
-def _stage_digests(link: StageLink) -> dict[str, Any]:
-    digest = {} if link.content_digest is None else {CONTENT: link.content_digest}
-    return {"name": link.stage, "digest": {**digest, "trainflowKey": link.key}}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +24,6 @@ if TYPE_CHECKING:
     from trainflow.flows.lineage.lineage_checks import LinkCheck, TrackedLinks
     from trainflow.flows.lineage.reproduction import Outcome
 
-_FORMATS = ("text", "slsa")
 _SHORT = 12
 
 Address = Annotated[
@@ -46,27 +43,11 @@ StorageUrl = Annotated[
     trainflow lineage last
     trainflow lineage models:/digits@champion --json
 """)
-def lineage(
-    form: BareForm,
-    address: Address,
-    storage: StorageUrl = None,
-    output_format: Annotated[
-        str, typer.Option("--format", help="text, or slsa: an in-toto Statement with SLSA provenance v1.")
-    ] = "text",
-) -> Answer | None:
+def lineage(form: BareForm, address: Address, storage: StorageUrl = None) -> Answer:
     """Print what a model was made from: sources, stages, checkpoints, MLflow run, registered versions, publication."""
-    if output_format not in _FORMATS:
-        remedy = f"Choose one of {', '.join(_FORMATS)}."
-        raise ConfigError("There is no such format.", field="--format", value=output_format, remedy=remedy)
     from trainflow.flows.lineage.lineage_checks import find_tracked
 
     chain, config = _find(address, storage, lenient=False)
-    if output_format == "slsa":
-        from trainer_lib.model_folder.lineage import make_statement
-
-        json.dump(make_statement(chain.published or chain.lineage), sys.stdout, indent=1, sort_keys=True)
-        sys.stdout.write("\n")
-        return None
     tracked: TrackedLinks | None = None
     why = ""
     try:
