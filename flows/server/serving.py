@@ -12,24 +12,19 @@ import logging
 import os
 import shlex
 import signal
-import sys
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from logging.handlers import RotatingFileHandler
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import psutil
 from rich.text import Text
 
 from trainer_lib.base.restore_process import variables_kept
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.secrets import mask
-from trainer_lib.storage import Store
+from trainer_lib.errors import ConfigError
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
@@ -43,74 +38,6 @@ if TYPE_CHECKING:
     from prefect.deployments.runner import RunnerDeployment
     from prefect.runner import Runner
     from prefect.schedules import Schedule as PrefectSchedule
-
-_BYTES = 10 * 2**20
-_KEPT = 5
-
-
-def log_path(storage: str, folder: str | None, name: str) -> Path:
-    """The log file of the deployment `name`: below a local storage, else in `.trainflow` of the spec's folder."""
-    store = Store.open(storage)
-    base = store.local_path() if store.is_local else Path(folder or ".") / ".trainflow"
-    return base / "logs" / f"serve-{name}.log"
-
-
-@contextlib.contextmanager
-def logged(path: Path) -> Iterator[None]:
-    """Inside the block write what goes to stdout and stderr to the file at `path`, too. Raises StorageError."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handler = RotatingFileHandler(path, maxBytes=_BYTES, backupCount=_KEPT, encoding="utf-8", delay=False)
-    except OSError as error:
-        what = f"The log cannot be written: {error.strerror or error}."
-        raise StorageError(what, field=str(path), remedy="Choose a storage that this user may write.") from error
-    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
-    # A full disk must not end the serving process.
-    handler.handleError = lambda record: None  # type: ignore[method-assign]
-    out, err = _Tee(sys.stdout, handler), _Tee(sys.stderr, handler)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            yield
-    finally:
-        out.end_line()
-        err.end_line()
-        handler.close()
-
-
-class _Tee:
-    """A stream that adds whole lines of what is written to a log; all else is the stream's own."""
-
-    def __init__(self, stream: TextIO, handler: logging.Handler) -> None:
-        self._stream = stream
-        self._handler = handler
-        self._line = ""
-        # Prefect writes what runs print from threads.
-        self._lock = threading.Lock()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
-
-    def write(self, text: str) -> int:
-        """Pass a text on, and add the lines that end in it."""
-        with self._lock:
-            self._stream.write(text)
-            *lines, self._line = (self._line + text).split("\n")
-            for line in lines:
-                self._add(line)
-        return len(text)
-
-    def end_line(self) -> None:
-        """Add what was written without an end of line."""
-        with self._lock:
-            if self._line:
-                self._add(self._line)
-                self._line = ""
-
-    def _add(self, line: str) -> None:
-        # A terminal's colours say nothing in a file.
-        plain = Text.from_ansi(line.rstrip("\r")).plain
-        self._handler.handle(logging.makeLogRecord({"msg": mask(plain), "levelno": logging.INFO}))
-
 
 _ENTRYPOINT = "trainflow.flows.deployed.pipeline"
 # The folder a run is started in may hold packages called flows or tasks: `python -m` must not find them first.
@@ -148,9 +75,7 @@ def serve(
     watching = None if watch is None else Watch(watch, f"{FLOW}/{name}", spec, say)
     if watching is not None:
         watching.require_listable()
-    path = log_path(spec.storage, spec.folder, name)
     with (
-        logged(path),
         prefect_api() as url,
         _environment(url, run_environment(retry_crashed)),
         tempfile.TemporaryDirectory(prefix="trainflow-serve-") as folder,
@@ -171,7 +96,6 @@ def serve(
             # The embedded server asks for a password, which its page has.
             page = f"trainflow ui SPEC, and on Prefect's page Deployments, {name}, Run."
             say(f"Start a run: {page if server_folder(url) else f'prefect deployment run {FLOW}/{name}'}")
-        say(f"Log: {path}")
         # A run starts in our working directory, and Prefect puts that first on the import path.
         with contextlib.chdir(folder), _watched(watching, watch_every_s):
             asyncio.run(_until_signalled(runner, say))

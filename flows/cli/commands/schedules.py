@@ -124,8 +124,7 @@ def serve(
         pipeline,
         schedule,
         name=starts.name,
-        # The console of that moment: from then on what it prints goes to the log as well.
-        say=lambda line: terminal.console(quiet=quiet).print(line),
+        say=terminal.console(quiet=quiet).print,
         watch=starts.watch,
         watch_every_s=every_s,
         retry_crashed=starts.retry_crashed,

@@ -8,7 +8,6 @@ import gc
 import http.server
 import json
 import socket
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -30,7 +29,7 @@ from trainflow.flows.server import automations, embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
 from trainflow.flows.server.schedule import Schedule, Watch, read_interval, show_firings
-from trainflow.flows.server.serving import log_path, logged, read_variables
+from trainflow.flows.server.serving import read_variables
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
 
@@ -261,29 +260,6 @@ def test_intervals_that_are_not_durations_are_refused() -> None:
             read_interval(text)
         assert refused.value.field == "--interval"
     assert [read_interval(text) for text in ("12h", "3600", None)] == [43_200, 3600, None]
-
-
-# ----------------------------------------------------------------------------------------------------------------- log
-def test_what_serve_and_its_runs_print_is_kept_without_secrets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wJalrXUtnFEMI-K7MDENG")
-    path = log_path(str(tmp_path), None, "toy")
-    assert path == tmp_path / "logs" / "serve-toy.log"
-    assert log_path("s3://bucket/x", "/spec", "toy") == Path("/spec/.trainflow/logs/serve-toy.log")
-    with logged(path):
-        sys.stdout.write("one\ntw")
-        sys.stdout.write("o\n\x1b[31mred\x1b[0m\nkey wJalrXUtnFEMI-K7MDENG\nlast")
-        sys.stderr.write("wrong\n")
-    lines = [line[24:] for line in path.read_text().splitlines()]
-    assert lines[:3] == ["one", "two", "red"]
-    assert sorted(lines[3:]) == ["key ***", "last", "wrong"]
-    shown = capsys.readouterr()
-    assert shown.out.startswith("one\ntwo\n")
-    assert shown.err == "wrong\n"
-    (tmp_path / "file").write_text("")
-    with pytest.raises(StorageError, match="log cannot be written"), logged(tmp_path / "file" / "serve-toy.log"):
-        pass
 
 
 # --------------------------------------------------------------------------------------------------------------- pools
