@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import shlex
 import signal
 import tempfile
 import threading
@@ -30,7 +29,7 @@ from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.schedule import EVERY_S, Schedule, Watch, show_firings
-from trainflow.flows.spec.spec import PipelineSpec, parse_spec, spec_parameter
+from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
 from trainflow.flows.spec.spec_file import parse_override_value
 
 if TYPE_CHECKING:
@@ -119,30 +118,6 @@ def _watched(watching: Watch | None, every_s: float) -> Iterator[None]:
         thread.join(_WATCH_END_S)
 
 
-def watch_for(
-    url: str, deployment: str, *, every_s: float, say: Callable[[str], object], done: threading.Event
-) -> None:
-    """Look for new data under `url` until `done` is set, and start the deployment on the configured server."""
-    _require_server()
-    with prefect_api():
-        from prefect.client.orchestration import get_client
-        from prefect.exceptions import ObjectNotFound
-
-        full = deployment if "/" in deployment else f"{FLOW}/{deployment}"
-        with get_client(sync_client=True) as client:
-            try:
-                found = client.read_deployment_by_name(full)
-            except (ObjectNotFound, ValueError) as error:
-                known = [served.name for served in client.read_deployments()]
-                what = "This deployment does not exist."
-                remedy = suggestion(full.partition("/")[2], known) if known else "Make it: trainflow deploy SPEC."
-                raise ConfigError(what, field="DEPLOYMENT", value=deployment, remedy=remedy) from error
-        watching = Watch(url, full, parse_spec(found.parameters["spec"]), say)
-        watching.require_listable()
-        say(f"Watching {url} for {full}, every {every_s:g} s. Ctrl-C ends it.")
-        watching.run(done, every_s)
-
-
 async def _until_signalled(runner: Runner, say: Callable[[str], object]) -> None:
     """Serve until SIGINT or SIGTERM; then let its run save and end, before the runner itself ends."""
     loop = asyncio.get_running_loop()
@@ -222,7 +197,6 @@ def deploy(
     job_variables: Sequence[str] = (),
     limit: int | None = None,
     retry_crashed: int = 0,
-    watch: str | None = None,
 ) -> Deployed:
     """Register the pipeline with a work pool of the configured server. Raises ConfigError if that cannot work.
 
@@ -231,12 +205,9 @@ def deploy(
         job_variables: further ones, as NAME=VALUE.
         limit: how many of its runs may be running at once, the others wait; None: any number.
         retry_crashed: how often a run that crashed runs again.
-        watch: folder or URL that is to be watched; None: none.
     """
     when = schedule.prefect()
     name = name or spec.name
-    if watch is not None:
-        Watch(watch, f"{FLOW}/{name}", spec, lambda _: None).require_listable()
     _require_server()
     with prefect_api():
         from prefect.client.orchestration import get_client
@@ -254,8 +225,6 @@ def deploy(
         "a worker": f"prefect worker start --pool {pool}{_WORKERS[kind]}",
         "a run now": f"prefect deployment run {FLOW}/{name}",
     }
-    if watch is not None:
-        commands["new data"] = f"trainflow watch {shlex.quote(watch)} {FLOW}/{name}"
     dates = schedule.next_firings(_SHOWN)
     places = f"its paths are those of the image: {spec.recipe}; the storage is {spec.storage}"
     note = "" if kind == "process" else places

@@ -185,26 +185,23 @@ def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(
     wait_for("the end of what had started", lambda: not training(), 90)
 
 
-def test_new_data_starts_one_run_of_a_deployment(server: Server, deploy: Cli, tmp_path: Path) -> None:
+def test_new_data_starts_one_run_of_what_is_served(server: Server, tmp_path: Path) -> None:
     data, spec = tmp_path / "data", toy.project(tmp_path / "project")
     data.mkdir()
-    # No worker takes its runs: that they start is the point.
-    server.api("POST", "work_pools/", {"name": "unattended", "type": "process"})
-    unattended = ("--pool", "unattended", "--name", "watched")
-    assert deploy(spec, *unattended).code == 0
-    watching = ("watch", data, "pipeline/watched", "--every", "1")
+    watching = ("--name", "watched", "--watch", data, "--watch-every", "1")
 
     def notes() -> list[Path]:
         return list((tmp_path / "project" / "store" / "watch").glob("*.json"))
 
     # tests/unit/flows/test_server.py starts it again.
-    with running(*watching, log=tmp_path / "log", env=server.environ) as watch:
-        watch.wait_for(f"Watching {data} for pipeline/watched, every 1 s.")
+    with running("serve", spec, *SHORT, *watching, log=tmp_path / "log", env=server.environ) as serving:
+        serving.wait_for(f"Watching {data}: new data there starts a run.")
         wait_for("the first look", notes)
         (data / "1.csv").write_text("1\n")
-        watch.wait_for(f"New data under {data}: the run ")
-        assert watch.stop() == 0, watch.output
-    [run] = server.runs("watched", "SCHEDULED")
+        serving.wait_for(f"New data under {data}: the run ")
+        wait_for("its end", lambda: server.runs("watched", "COMPLETED"), 240)
+        assert serving.stop() == 0, serving.output
+    [run] = server.runs("watched", "COMPLETED")
     assert run["tags"] == ["new-data"]
     # The folder is none of prepare.sources, so in no key.
     assert run["parameters"]["force"] == ["prepare-data"]

@@ -354,7 +354,6 @@ CASES = {
     "sync": (0, ""),
     "serve": (2, "absent.yaml"),
     "deploy": (2, "pipeline.yaml --pool main"),
-    "watch": (2, "new toy/toy --every never"),
     "follow": (0, "pipeline.yaml --once train.eval_split=test"),
     "mix": (2, "pipeline.yaml --weight web=1"),
     "join": (2, "here"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -19,7 +18,7 @@ from trainer_lib.secrets import mask
 from trainflow.flows.cli import terminal
 from trainflow.flows.cli.options import Answer, Debug, Form, Quiet, SpecWords, command, complete_recipe
 from trainflow.flows.cli.presentation import same_command
-from trainflow.flows.cli.signals import stoppable, until_stopped
+from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.server.schedule import Schedule, read_interval
 
 if TYPE_CHECKING:
@@ -86,9 +85,6 @@ class Starts:
     timezone: Annotated[
         str | None, typer.Option(help="Time zone of --cron and --rrule (Europe/Berlin); UTC if unset.")
     ] = None
-    watch: Annotated[
-        str | None, typer.Option("--watch", metavar="URL", help="Folder or URL: new data under it starts a run.")
-    ] = None
     retry_crashed: Annotated[
         int, typer.Option("--retry-crashed", min=0, max=100, help="How often a run that crashed runs again.")
     ] = 0
@@ -107,6 +103,9 @@ class Starts:
 def serve(
     words: SpecWords,
     starts: Starts,
+    watch: Annotated[
+        str | None, typer.Option("--watch", metavar="URL", help="Folder or URL: new data under it starts a run.")
+    ] = None,
     watch_every: Annotated[
         str, typer.Option("--watch-every", help="Time between two looks at --watch: 60 (seconds), 5m.")
     ] = "60",
@@ -125,7 +124,7 @@ def serve(
         schedule,
         name=starts.name,
         say=terminal.console(quiet=quiet).print,
-        watch=starts.watch,
+        watch=watch,
         watch_every_s=every_s,
         retry_crashed=starts.retry_crashed,
     )
@@ -159,26 +158,8 @@ def deploy(
         job_variables=job_variable or (),
         limit=limit,
         retry_crashed=starts.retry_crashed,
-        watch=starts.watch,
     )
     return Answer(vars(deployed), deployed.lines)
-
-
-@command("trainflow watch s3://bucket/scans pipeline/digits --every 5m")
-def watch(
-    url: Annotated[str, typer.Argument(metavar="URL", help="Folder or URL.")],
-    deployment: Annotated[str, typer.Argument(metavar="DEPLOYMENT", help="What new data there starts: pipeline/NAME.")],
-    every: Annotated[str, typer.Option(help="Time between two looks: 60 (seconds), 5m.")] = "60",
-    quiet: Quiet = False,
-    debug: Debug = False,
-) -> None:
-    """Start a deployment when data under a URL appear or change, until Ctrl-C."""
-    every_s = read_interval(every, option="--every") or 0.0
-    from trainflow.flows.server import serving
-
-    say = terminal.console(quiet=quiet).print
-    with until_stopped():
-        serving.watch_for(url, deployment, every_s=every_s, say=say, done=threading.Event())
 
 
 @command("trainflow follow pipeline.yaml")

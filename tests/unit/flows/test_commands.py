@@ -121,7 +121,6 @@ _SERVES = "It is at work until it is ended, and has no result."
 NO_JSON = {
     "ui": _SERVES,
     "serve": _SERVES,
-    "watch": _SERVES,
     "join": "Its result is that of the machine that leads.",
     "schema": "What it prints is JSON.",
 }
