@@ -42,7 +42,6 @@ _COMMANDS = {
     "sync": "registry:sync",
     "serve": "schedules:serve",
     "deploy": "schedules:deploy",
-    "watch": "schedules:watch",
     "follow": "schedules:follow",
     "mix": "schedules:mix",
     "join": "execution:join",
