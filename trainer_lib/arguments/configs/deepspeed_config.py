@@ -46,26 +46,19 @@ PASSED = (
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "memory_breakdown", "flops_profiler", "log_level"),
     *("prescale_gradients", "gradient_predivide_factor", "communication_data_type", "aio"),
 )
-_OWN_FORMAT = "Remove it: checkpoints are trainflow's own, and load on any stage and number of processes."
-#: Keys that DeepSpeed knows and that are refused here, with the alternative.
-REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("tensorboard", "wandb", "comet", "csv_monitor"), "Remove it, and name the tracker in report_to."),
-    **dict.fromkeys(("checkpoint", "load_universal_checkpoint", "nebula"), _OWN_FORMAT),
-    **dict.fromkeys(("amp", "torch_autocast", "data_types"), "Remove it: give bf16=True, or the section bf16 or fp16."),
-    **dict.fromkeys(("tensor_parallel", "sequence_parallel_size"), "Remove it, and give the argument parallelism."),
-    **dict.fromkeys(
-        (
-            *("autotuning", "curriculum_learning", "data_efficiency", "compression_training", "quantize_training"),
-            *("progressive_layer_drop", "eigenvalue", "sparse_attention", "sparse_gradients", "hybrid_engine"),
-            *("pipeline", "disable_allgather", "use_data_before_expert_parallelism", "graph_harvesting", "compile"),
-            *("managed_gradient_accumulation", "gradient_allreduce_op"),
-        ),
-        "Remove it: the Trainer has no use for it, or decides it.",
-    ),
-    "activation_checkpointing": "Remove it, and give gradient_checkpointing=True.",
-    "elasticity": "Remove it, and give global_batch_size: it holds for any number of processes.",
-    "dataloader_drop_last": "Remove it, and give the argument of that name.",
-}
+#: Keys that DeepSpeed knows and that are refused: they would change how the Trainer steps, saves, logs or divides.
+REFUSED = (
+    *("tensorboard", "wandb", "comet", "csv_monitor", "checkpoint", "load_universal_checkpoint", "nebula", "amp"),
+    *("torch_autocast", "data_types", "tensor_parallel", "sequence_parallel_size", "autotuning", "curriculum_learning"),
+    *("data_efficiency", "compression_training", "quantize_training", "progressive_layer_drop", "eigenvalue"),
+    *("sparse_attention", "sparse_gradients", "hybrid_engine", "pipeline", "disable_allgather", "graph_harvesting"),
+    *("use_data_before_expert_parallelism", "compile", "managed_gradient_accumulation", "gradient_allreduce_op"),
+    *("activation_checkpointing", "elasticity", "dataloader_drop_last"),
+)
+_DECIDED = (
+    "Remove it: the Trainer decides this, most of it by arguments, which the table of DeepSpeed's keys in "
+    "docs/distributed.md names."
+)
 
 ZERO_MAPPED = ("stage", "cpu_offload", "cpu_offload_param", "cpu_offload_params", "cpu_offload_use_pin_memory")
 OFFLOADS = ("offload_optimizer", "offload_param")
@@ -81,40 +74,18 @@ ZERO_PASSED = (
     *("log_trace_cache_warnings", "pipeline_loading_checkpoint", "enable_sanity_checks"),
     *("parameter_alignment", "stage3_use_all_reduce_for_fetch_params", "override_module_apply"),
 )
-#: Key of zero_optimization that is refused -> why, as a remedy.
-ZERO_REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1"), _OWN_FORMAT),
-    **dict.fromkeys(
-        (
-            *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
-            "zeropp_loco_param",
-        ),
-        "Remove it: the exchange would lose digits, and the state could not be saved exactly.",
-    ),
-    **dict.fromkeys(
-        ("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather"),
-        "Remove it: parameters are sharded over all processes (FSDP has hybrid_shard).",
-    ),
-    "compute_grad_norm": "Remove it: the norm is needed to find steps that are not finite.",
-    "zenflow": "Remove it: its steps are not those of the schedule.",
-    "save_muon_momentum_buffer_in_memory": "Remove it: muon works on whole matrices, which ZeRO shards.",
-}
+#: Keys of zero_optimization that are refused: they lose digits, skip steps or norms, or divide and save otherwise.
+ZERO_REFUSED = (
+    *("elastic_checkpoint", "load_from_fp32_weights", "legacy_stage1", "zero_quantized_weights"),
+    *("zero_quantized_nontrainable_weights", "zero_quantized_gradients", "zeropp_loco_param"),
+    *("zero_hpz_partition_size", "mics_shard_size", "mics_hierarchical_params_gather", "compute_grad_norm", "zenflow"),
+    "save_muon_momentum_buffer_in_memory",
+)
 
 #: Optimizers of DeepSpeed and torch that update each element by itself, so that ZeRO may shard them -> `optim`.
 OPTIMIZERS: Mapping[str, str] = {
     **dict.fromkeys(("adam", "adamw"), "adamw_torch_fused"),  # Adam decays like AdamW unless adam_w_mode is false
     **{name: name for name in ("sgd", "rmsprop", "adadelta", "adamax", "nadam", "radam", "asgd", "rprop", "lion")},
-}
-REFUSED_OPTIMIZERS: Mapping[str, str] = {
-    **dict.fromkeys(
-        ("onebitadam", "onebitlamb", "zerooneadam"),
-        "It cannot be combined with ZeRO, and needs separate kernels: give AdamW or Adam.",
-    ),
-    **dict.fromkeys(
-        ("lamb", "fusedlamb", "muon"), "It works on whole matrices, which ZeRO shards: give AdamW, Adam, Lion or SGD."
-    ),
-    "adagrad": "DeepSpeed makes one group of all its parameters, so that biases would decay too: give AdamW.",
-    **dict.fromkeys(("muadam", "muadamw", "musgd"), "Its package is not supported: give Adam, AdamW or SGD."),
 }
 #: Schedule of DeepSpeed -> `lr_scheduler_type`; None where there is no equivalent.
 SCHEDULES: Mapping[str, str | None] = {
@@ -365,11 +336,9 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str
     if not section:
         return False
     kind = str(section.get("type", "")).lower()
-    if kind in REFUSED_OPTIMIZERS:
-        raise refused("optimizer.type", section["type"], "This optimizer is not supported.", REFUSED_OPTIMIZERS[kind])
     if kind not in OPTIMIZERS:
-        remedy = suggestion(kind, OPTIMIZERS)
-        raise refused("optimizer.type", section.get("type"), "ZeRO cannot shard an optimizer of this name.", remedy)
+        remedy = f"Choose one of: {', '.join(OPTIMIZERS)}."
+        raise refused("optimizer.type", section.get("type"), "This optimizer is not supported with ZeRO.", remedy)
     params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
     name = "adam" if kind == "adam" and decoupled is False else OPTIMIZERS[kind]
@@ -455,11 +424,11 @@ def part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     return dict(value)
 
 
-def check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused_keys: Mapping[str, str]) -> None:
+def check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused_keys: tuple[str, ...]) -> None:
     """Raise ConfigError for a key that is unknown, or known and not supported."""
     for key, value in given.items():
         if key in refused_keys and asks(value):
-            raise refused(prefix + key, value, "This setting is not supported.", refused_keys[key])
+            raise refused(prefix + key, value, "This setting is not supported.", _DECIDED)
         if key not in known and key not in refused_keys:
             raise refused(prefix + str(key), None, "DeepSpeed has no such setting.", suggestion(str(key), known))
 
