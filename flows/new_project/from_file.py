@@ -120,8 +120,8 @@ class Guesses(Guess):
         self._keep_a_feature()
         marks = [name for name, values in self._table.columns.items() if {str(value) for value in values} == {"0", "1"}]
         if self._label in marks and len(marks) > 2:
-            what = f"Columns {', '.join(marks)} have 0 and 1. Labels among them are no features: ignore them"
-            self.comments.append(f"{what}, or join them to a list of names in one column (target: several).")
+            what = f"Columns {', '.join(marks)} have 0 and 1. If several are labels, write label: [A, B]"
+            self.comments.append(f"{what}, target: several, and split: {{by: random, …}}.")
         if self.has_several:
             self.by, self.margin = "random", "average_precision_over_chance"
         elif self.recipe == "tabular-regression":

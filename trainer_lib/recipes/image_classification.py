@@ -248,7 +248,9 @@ class ImageRows(TabularRows):
         if column is not None:
             form = {name: self.options[name] for name in ("rename", "read")}
             readers = {**self._readers(), self.options["id"]: id_of}
-            return image_files.read_image_table(addresses, column, field=field, readers=readers, **form)
+            return image_files.read_image_table(
+                addresses, column, field=field, readers=readers, marks=self.marks, **form
+            )
         table = image_files.find_images(addresses, field=field)
         way, by_names = self.options["split"], "prepare.options.split={by: column, column: split}"
         above = by_names.replace("split}", "label}") + ", and prepare.options.label=split"

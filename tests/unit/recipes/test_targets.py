@@ -16,6 +16,7 @@ from tests.support.named_recipes import TINY, Prepared, RecipeCase, refusal, tra
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.evaluation.outcomes import find_collapse, summarize_outcomes
 from trainer_lib.recipes.shared import targets
+from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.worker.evaluate import warn_of_collapse
 from trainflow.tasks.model.outcome_tables import Outcome
 
@@ -160,14 +161,20 @@ def test_a_model_of_each_kind_learns_what_its_rows_show(tmp_path: Path, kind: st
     )
 
 
-def test_rows_of_several_classes_may_have_none_and_their_lists_may_be_of_json(tmp_path: Path) -> None:
+@pytest.mark.parametrize("label", ["labels", ["red", "blue"]], ids=["lists", "columns-of-0-and-1"])
+def test_rows_of_several_classes_may_have_none(tmp_path: Path, label: str | list[str]) -> None:
     names: list[list[str]] = [[], ["Red", "blue"], [], ["red"]]
-    rows = "".join(json.dumps({"text": f"row {row}", "labels": names[row % 4]}) + "\n" for row in range(40))
-    case = RecipeCase("text-classification", "data.jsonl", {"text": "text", "label": "labels", "target": "several"})
-    _, splits, data = case.prepare(tmp_path, rows, merge=["labels"])
+    marks = [{"red": 0, "blue": "0"}, {"red": True, "blue": 1.0}, {"red": 0.0, "blue": False}, {"red": "1", "blue": 0}]
+    forms = [{"labels": names[row]} if label == "labels" else marks[row] for row in range(4)]
+    rows = "".join(json.dumps({"text": f"row {row}"} | forms[row % 4]) + "\n" for row in range(40))
+    case = RecipeCase("text-classification", "data.jsonl", {"text": "text", "label": label, "target": "several"})
+    _, splits, data = case.prepare(tmp_path, rows, **({"merge": ["labels"]} if label == "labels" else {}))
     assert data.info["classes"] == ["blue", "red"]
     by_row = {row["row_id"]: row["labels"].tolist() for split in splits.values() for row in split}
     assert [by_row[row] for row in range(4)] == [[0, 0], [1, 1], [0, 0], [0, 1]]
+    form = TableForm.of(data.info)
+    assert form is not None
+    assert form.read_answer(forms[3], data.info["label"], "a row", kind=None) == ["red"]
 
 
 def test_outcomes_of_rows_of_several_classes_are_lists_of_these() -> None:

@@ -12,7 +12,7 @@ from trainer_lib.errors import ConfigError
 CLASS, SEVERAL, ORDER, NUMBER = TARGETS = ("class", "several", "order", "number")
 """The kinds of labels."""
 LABEL: dict[str, Any] = {
-    "label": None,  # column to predict
+    "label": None,  # column to predict; of several classes perhaps a list of columns of 0 and 1
     "target": CLASS,  # or several, order, number (`trainer_lib.recipes.shared.targets`)
     "label_separator": None,  # between several classes in a cell such as red;blue; None: the files have lists
     "order": [],  # classes in their order, the least first; numbers have one

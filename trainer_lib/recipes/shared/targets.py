@@ -2,6 +2,7 @@
 
     target: class                              one of several classes
     target: several, label_separator: ";"      any number of classes: a cell such as red;blue, or a list of a JSON file
+    target: several, label: [red, blue]        the same, in columns of 0 and 1
     target: order, order: [low, middle, high]  one of several classes in an order; numbers have one
     target: number                             an amount, which is standardized for the model
 
@@ -71,6 +72,7 @@ def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
             raise ConfigError("Out of range.", field="prepare.options.threshold", value=threshold, remedy=remedy)
         folds = table.label in table.options.get("merge", ())
         info.update(train_rows=len(train), threshold=threshold)
+        info.update({"label_columns": table.marks} if table.marks else {})
         info["label_form"] = {"separator": table.options["label_separator"], "folds": folds}
     return labels
 

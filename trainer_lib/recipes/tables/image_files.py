@@ -163,6 +163,7 @@ def read_image_table(
     field: str,
     readers: Mapping[str, Reader] | None = None,
     read: Mapping[str, Any] | None = None,
+    marks: Sequence[str] = (),
 ) -> Table:
     """The rows of tables with a column of images' paths. Relative ones start from the folder of their table.
 
@@ -179,7 +180,7 @@ def read_image_table(
         raise ConfigError("There is no table among the sources.", field=field, remedy=remedy)
     whole = Table([], {})
     for file in tables:
-        part = read_table([file.address], rename=rename, field=field, readers=readers, read=read)
+        part = read_table([file.address], rename=rename, field=field, readers=readers, read=read, marks=marks)
         part.require(column, field="prepare.options.image")
         part.refuse_gaps(column, "Give every row the path of its image, or remove the row.")
         folder = file.address.rpartition("/")[0]

@@ -40,6 +40,7 @@ class TabularRows:
         target: the kind of the labels; empty where a recipe reads them itself.
         table: all rows.
         label: the column to predict.
+        marks: the columns of 0 and 1 that the label was joined of.
         splits: split -> the numbers of its rows.
         numbers: feature -> mean and spread in the training rows.
         texts: feature -> the texts in the training rows.
@@ -61,12 +62,14 @@ class TabularRows:
             self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing"
         )
         label = f"{FIELD}.{self.label_option}"
-        if (named := self.options[self.label_option]) is None or isinstance(named, list):
+        named = self.options[self.label_option]
+        self.marks: list[str] = named if isinstance(named, list) and self.target == recipe_options.SEVERAL else []
+        if named is None or (isinstance(named, list) and len(self.marks) < 2):
             remedy = f"Name the column to predict: {label}=NAME."
-            if named:
-                joined = 'rows["labels"] = [[n for n, v in zip(NAMES, r) if v] for r in rows[NAMES].values]'
-                remedy += f" Classes of several columns are a list in one (target: several), in JSON lines: {joined}."
+            remedy += f" Classes with columns of 0 and 1: {label}=[A, B] and {FIELD}.target=several." if named else ""
             raise ConfigError("The recipe needs to know what to predict.", field=label, value=named, remedy=remedy)
+        if self.marks:
+            self.options[self.label_option] = table_files.JOINED
         way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
         self._way = way["by"]
         self.table, self._problems = table_files.Table([], {}), list[DataError]()
@@ -157,7 +160,8 @@ class TabularRows:
             readers=readers,
             read=chosen["read"],
             ignore=ignore,
-            nested=[name for name in chosen.values() if isinstance(name, str) and "." in name],
+            nested=[name for name in (*chosen.values(), *self.marks) if isinstance(name, str) and "." in name],
+            marks=self.marks,
             bad=self._problems,
         )
 
@@ -404,6 +408,8 @@ class TabularRows:
                 way = "Split by stratified without files, give" if other else "Give"
                 remedy = f"{way} more rows of it, or set {FIELD}.absent_classes=true."
                 raise DataError(what, field=f"{FIELD}.split", remedy=remedy)
+        if empty := [name for name in self.marks if name not in names]:
+            self._warnings.append(f"The column '{empty[0]}' has no 1: it is no class.")
         if known[0] == "-1" and (cells.number_of(known[-1]) or 0) > 1:
             what = f"The label '{self.label}' has the class '-1', with which many data sets mark rows without a label"
             self._warnings.append(f"{what}: leave such rows out.")
@@ -453,7 +459,7 @@ class TabularRows:
         columns |= {name: "folded?" if name in merged else "text?" for name in (*self.texts, *chosen["hashed"])}
         columns |= dict.fromkeys((name for name in chosen["categorical"] if columns.get(name) == "text?"), "name?")
         columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}
-        dropped = [name for name in (*self.table.columns, *self.table.unread) if name not in columns]
+        dropped = [name for name in (*self.table.columns, *self.table.unread, *self.marks) if name not in columns]
         form = table_files.note_form(columns, self.options, dropped=dropped)
         form[table_files.NOTE] |= (
             {"answer": self.table.kind_of_numbers(self.label)} if self.target == recipe_options.NUMBER else {}

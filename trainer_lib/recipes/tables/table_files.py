@@ -33,6 +33,8 @@ SOURCES = "prepare.sources"
 _DECLARED_ONLY = ("package:", "stdlib:")
 SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
 """Ending of a file's name -> "sentences"."""
+JOINED = "(labels)"
+"""The column of labels that stand in columns of their own."""
 SAME = "all rows have the same columns, with null, or an empty cell, where there is no value"
 _AT_ONCE = 10_000  # values that become numbers together
 TRUTH = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
@@ -73,6 +75,24 @@ def unnest(row: Mapping[str, Any], names: Iterable[str]) -> Mapping[str, Any]:
     found = {name: parts[ends[name][1]] for name, parts in objects.items() if ends[name][1] in parts}
     taken = {ends[name][0] for name in found}
     return {**{name: value for name, value in row.items() if name not in taken}, **found} if found else row
+
+
+def join_marks(row: Mapping[str, Any], columns: Sequence[str], place: str) -> Mapping[str, Any]:
+    """A row whose columns of 0 and 1 are one, `JOINED`: the list of those that have 1.
+
+    Raises:
+        ConfigError: there is no such column. DataError: another value stands there.
+    """
+    names = []
+    for name in columns:
+        if name not in row:
+            what, remedy = f"{place}: the row has no such column.", suggestion(str(name), row)
+            raise ConfigError(what, field="prepare.options.label", value=name, remedy=remedy)
+        if (mark := TRUTH.get(str(row[name]).strip().lower())) is None:
+            remedy = "Write 0 or 1, or remove the row."
+            raise DataError(f"{place}, column '{name}': '{row[name]}' is not 0 or 1.", field="rows", remedy=remedy)
+        names += [name] if mark else []
+    return {**{name: value for name, value in row.items() if name not in columns}, JOINED: names}
 
 
 # -- tables -----------------------------------------------------------------------------------------------------------
@@ -291,6 +311,7 @@ def read_table(
     read: Mapping[str, Any] | None = None,
     ignore: Sequence[str] = (),
     nested: Sequence[str] = (),
+    marks: Sequence[str] = (),
     bad: list[DataError] | None = None,
 ) -> Table:
     """The rows of all files that the sources stand for, in their order.
@@ -304,6 +325,7 @@ def read_table(
         read: how the files are written (`data.rows.reading.Reading`).
         ignore: columns that are left out.
         nested: columns that may be parts of objects (`unnest`).
+        marks: columns of 0 and 1 that become one (`join_marks`).
         bad: gets the errors of rows that cannot be read, which are not in the table; None: the first one is raised.
 
     Raises:
@@ -318,6 +340,7 @@ def read_table(
             try:
                 row = unnest(renamed_row(values, rename, place), nested)
                 row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
+                row = join_marks(row, marks, place) if marks else row
                 _require_same_columns(table.columns or row, row, place)
             except DataError as error:
                 if bad is None:
@@ -428,12 +451,15 @@ class TableForm:
     no training row has, and the first of them.
     """
 
-    def __init__(self, note: Mapping[str, Any], label: str | None = None, texts: Any = None) -> None:
+    def __init__(
+        self, note: Mapping[str, Any], label: str | None = None, texts: Any = None, marks: Sequence[str] = ()
+    ) -> None:
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
         self._optional, self._has_turns = frozenset(note["optional"]), bool(note.get("turns"))
         self.gathered: dict[str, Any] = note.get("gathered") or {}
         self._answer: str = note.get("answer", "number")
+        self._marks = marks
         known = texts if isinstance(texts, Mapping) else {}
         self._texts = {name: frozenset(known[name]) for name in self.columns.keys() & known.keys()}
         self.unknown: dict[str, tuple[int, str]] = {}
@@ -445,7 +471,9 @@ class TableForm:
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Self | None:
         """The form that `prepare` noted; None: its rows do not come from a table."""
-        return cls(info[NOTE], info.get("label"), info.get("texts")) if NOTE in info else None
+        if NOTE not in info:
+            return None
+        return cls(info[NOTE], info.get("label"), info.get("texts"), info.get("label_columns", ()))
 
     @property
     def may_lack(self) -> list[str]:
@@ -504,7 +532,9 @@ class TableForm:
         Raises:
             DataError: the row has none.
         """
-        renamed = unnest({self._rename.get(column, column): value for column, value in values.items()}, [name])
+        renamed = {self._rename.get(column, column): value for column, value in values.items()}
+        renamed = dict(unnest(renamed, [name, *self._marks]))
+        renamed = join_marks(renamed, self._marks, place) if self._marks else renamed
         if name not in renamed:
             what = "there is no such column, and it has the labels"
             raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")
