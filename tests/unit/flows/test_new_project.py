@@ -207,7 +207,7 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
         (json.dumps([{"text": f"It is {row}", "stars": row % 2, "by": {"name": "x"}} for row in range(90)], indent=2),
          "stars", "tabular-classification", "Column by has lists or objects"),
         ("x,a,b,c\n" + "".join(f"{row},{row % 2},{row // 3 % 2},{row // 5 % 2}\n" for row in range(60)), None,
-         "tabular-classification", "Columns a, b, c have 0 and 1. If several are labels, write label: [A, B], target: several"),
+         "tabular-classification", "Columns a, b, c have 0 and 1. If several are labels, write label: [A, B]"),
         ("SalePrice,x\n" + "".join(f"{row % 5}.{row:02},{row}\n" for row in range(12)), None,
          "tabular-regression", "label: SalePrice  # guess: its name; 12 different numbers: amounts"),
         ("x,c\n" + "".join(f"{row % 7},{'' if row % 9 else 'about '}{row % 50 + 60}\n" for row in range(300)), None,
