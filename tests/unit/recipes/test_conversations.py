@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import random
 import string
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +25,7 @@ from tests.support.named_recipes import (
     prove_resume,
     trained,
 )
-from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.texts.conversations import read_conversation
 from trainer_lib.recipes.texts.packed_batches import (
     batch_prompts,
@@ -382,34 +380,6 @@ def test_prompts_that_cannot_be_asked_are_refused(packed: Prepared, prompts: lis
     with pytest.raises(ConfigError) as caught:
         recipe.after_evaluate(recipe.build_model({"config": TINY}, data).eval(), data, {"prompts": prompts})
     assert (caught.value.field, bool(caught.value.remedy)) == (field, True)
-
-
-def test_vllm_gets_the_model_in_a_folder_and_is_named_where_it_is_missing(
-    packed: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    recipe, _, data = packed
-    model = recipe.build_model({"config": TINY}, data).eval()
-    options = {"prompts": ["a?"], "sample_tokens": 2, "generate_with": "vllm"}
-    assert recipe.after_evaluate is not None
-    with pytest.raises(MissingExtraError, match="vLLM is not installed") as caught:
-        recipe.after_evaluate(model, data, options)
-    assert caught.value.field == "evaluate.options.generate_with"
-    seen: dict[str, Any] = {}
-
-    class Engine:  # vLLM needs a GPU, so its place is taken
-        def __init__(self, model: str) -> None:
-            seen["files"] = {path.name for path in Path(model).iterdir()}
-
-        def generate(self, inputs: list[Any], settings: dict[str, Any], *, use_tqdm: bool) -> list[Any]:
-            seen["settings"] = settings
-            end = settings["stop_token_ids"][0]
-            return [SimpleNamespace(outputs=[SimpleNamespace(token_ids=[*inputs[0]["prompt_token_ids"][:2], end])])]
-
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(LLM=Engine, SamplingParams=dict))
-    made = recipe.after_evaluate(model, data, options)
-    assert {"config.json", "model.safetensors", "tokenizer.json"} <= seen["files"]
-    assert (seen["settings"]["max_tokens"], seen["settings"]["temperature"]) == (2, 0)
-    assert json.loads(made["files"]["prompts.json"])[0]["prompt"] == "a?"
 
 
 @pytest.mark.parametrize("name", FAMILIES)

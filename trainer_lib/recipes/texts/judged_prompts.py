@@ -6,21 +6,18 @@ right. Intervals hold 95 %: Wilson's for a share, from resamples of the prompts 
 
 from __future__ import annotations
 
-import copy
 import json
-import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from torch import nn
 
-from trainer_lib.errors import ConfigError, MissingExtraError
+from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.shared.model_places import as_it_began
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
-from trainer_lib.recipes.texts.packed_batches import generate, known_ends
+from trainer_lib.recipes.texts.packed_batches import generate
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo
@@ -33,7 +30,6 @@ _DEFAULTS: dict[str, Any] = {
     "sample_tokens": 64,  # the most tokens of an answer
     "before": True,  # whether the model as it was before training answers as well
     "judge": "equal",  # when an answer is right: equal to an expected one, or contains it
-    "generate_with": "transformers",  # or vllm
 }
 _JUDGES = ("equal", "contains")
 _RESAMPLES = 2000
@@ -89,7 +85,6 @@ def answer_prompts(
     """
     chosen = choose(options, _DEFAULTS, field=FIELD)
     require_choice(chosen["judge"], _JUDGES, field=f"{FIELD}.judge")
-    require_choice(chosen["generate_with"], ("transformers", "vllm"), field=f"{FIELD}.generate_with")
     prompts = [Prompt.read(entry) for entry in chosen["prompts"]]
     if not prompts:
         return {}
@@ -116,8 +111,7 @@ _Measured = tuple[list[str], list[bool | None]]
 def _measure(
     model: Any, prompts: Sequence[Prompt], asked: Sequence[Sequence[int]], tokenizer: Any, chosen: Mapping[str, Any]
 ) -> _Measured:
-    make = partial(generate_with_vllm, tokenizer) if chosen["generate_with"] == "vllm" else generate
-    made = make(model, asked, chosen["sample_tokens"])
+    made = generate(model, asked, chosen["sample_tokens"])
     answers = tokenizer.batch_decode(made, skip_special_tokens=True)
     right = [
         prompt.judges(answer, chosen["judge"]) if prompt.expected else None
@@ -164,30 +158,3 @@ def _write(prompts: Sequence[Prompt], now: _Measured, before: _Measured | None) 
         rows.append(row | ({"right": now[1][number]} if "expected" in row else {}))
     text = ("\n" + "-" * 80 + "\n").join(form.format(**row) for row in rows)
     return {"samples.txt": text.encode(), FILE: json.dumps(rows).encode()}
-
-
-def generate_with_vllm(
-    tokenizer: Any, model: Any, prompts: Iterable[Sequence[int]], new_tokens: int
-) -> list[list[int]]:
-    """As `generate`, by vLLM, which reads a copy of the model from a folder; adapters are merged into it.
-
-    Raises MissingExtraError: vLLM is not installed.
-    """
-    try:
-        import vllm
-    except ImportError as error:
-        what = "vLLM is not installed."
-        remedy = "Install it: pip install vllm. Or leave generate_with out."
-        raise MissingExtraError(what, field=f"{FIELD}.generate_with", value="vllm", remedy=remedy) from error
-    ends = known_ends(model)
-    with tempfile.TemporaryDirectory() as folder:
-        merged = model
-        if hasattr(model, "merge_and_unload"):
-            merged = copy.deepcopy(model).merge_and_unload()
-        merged.save_pretrained(folder)
-        tokenizer.save_pretrained(folder)
-        engine = vllm.LLM(model=folder)
-        inputs = [{"prompt_token_ids": list(tokens)} for tokens in prompts]
-        settings = vllm.SamplingParams(temperature=0, max_tokens=new_tokens, stop_token_ids=ends)
-        outputs = engine.generate(inputs, settings, use_tqdm=False)
-    return [[token for token in output.outputs[0].token_ids if token not in ends] for output in outputs]
