@@ -42,7 +42,7 @@ _NEEDED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
         "an optimizer that works on chosen layers, such as galore_adamw",
     ),
     "project": (
-        lambda args: args.project == "huggingface" or not {"trackio", "all"}.isdisjoint(args.report_to),
+        lambda args: args.project == "huggingface" or not {"trackio", "all"}.isdisjoint(args.report_to or ()),
         'report_to="trackio": other trackers read a variable, as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME',
     ),
 }
