@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 # The rank of a row does not depend on which other rows are measured with it: a resample, or a slice, is measured
 # against the same candidates as all of them; among its own it would have fewer, and better ranks.
 _MOST_RANKS = (1, 5, 10)
-_AT_ONCE = 64  # rows of a matrix of scores
 
 
 def find_ranks(scores: np.ndarray, right: np.ndarray) -> np.ndarray:
@@ -62,35 +61,33 @@ class Candidates:
     Args:
         batches: batches of a split, as `collate` makes them; queries first, then what belongs to them.
         embed: makes embeddings ``[texts, size]`` of `input_ids` and `attention_mask` ``[texts, tokens]``.
+        vocabulary: number of tokens.
 
     Attributes:
         embeddings: ``[candidates, size]``.
-        overlap: place of a row -> the rank of what belongs to it by the tokens in common.
     """
 
-    def __init__(self, batches: Iterable[Any], embed: Callable[[Any], Tensor]) -> None:
+    def __init__(self, batches: Iterable[Any], embed: Callable[[Any], Tensor], vocabulary: int) -> None:
+        from scipy import sparse
+
         self._number: dict[int, int] = {}
+        self._vocabulary = vocabulary
         made: list[Tensor] = []
-        tokens: list[np.ndarray] = []
-        queries: list[np.ndarray] = []
-        rights: list[int] = []
-        places: list[int] = []
+        tokens: list[Any] = []
         for batch in batches:
             new, rows = [], len(batch["labels"])
             for row, label in enumerate(batch["labels"].tolist()):
                 if label not in self._number:
                     self._number[label] = len(self._number)
                     new.append(rows + row)
-                rights.append(self._number[label])
-            queries += _token_sets(batch, range(rows))
-            tokens += _token_sets(batch, new)
-            places += batch["places"].tolist()
             if new:
                 chosen = torch.tensor(new, device=batch["input_ids"].device)
-                made.append(embed({name: batch[name][chosen] for name in ("input_ids", "attention_mask")}))
+                texts = {name: batch[name][chosen] for name in ("input_ids", "attention_mask")}
+                made.append(embed(texts))
+                tokens.append(self._which_tokens(texts))
         self.embeddings = torch.cat(made)
-        ranks = _overlap_ranks(queries, tokens, np.array(rights))
-        self.overlap = dict(zip(places, ranks.tolist(), strict=True))
+        candidates = sparse.vstack(tokens, "csr")
+        self._tokens, self._lengths = candidates.T.tocsr(), np.sqrt(np.maximum(1, candidates.getnnz(axis=1)))
 
     def __len__(self) -> int:
         return len(self._number)
@@ -99,29 +96,19 @@ class Candidates:
         """The numbers of the rows' candidates ``[rows]``, given the labels."""
         return torch.tensor([self._number[label] for label in labels.tolist()], device=labels.device)
 
+    def overlap_ranks(self, queries: Mapping[str, Tensor], rights: np.ndarray) -> np.ndarray:
+        """The ranks of candidates by the tokens in common, divided by the root of those that the candidate has."""
+        return find_ranks((self._which_tokens(queries) @ self._tokens).toarray() / self._lengths, rights)
 
-def _token_sets(batch: Any, sequences: Iterable[int]) -> list[np.ndarray]:
-    ids, mask = batch["input_ids"].cpu().numpy(), batch["attention_mask"].cpu().numpy()
-    return [np.unique(ids[sequence][mask[sequence] > 0]) for sequence in sequences]
+    def _which_tokens(self, texts: Mapping[str, Tensor]) -> Any:
+        """1 where a text has a token: a sparse matrix ``[texts, vocabulary]``."""
+        from scipy import sparse
 
-
-def _overlap_ranks(queries: Sequence[np.ndarray], candidates: Sequence[np.ndarray], rights: np.ndarray) -> np.ndarray:
-    """The ranks by the number of tokens in common, divided by the root of those that the candidate has."""
-    size = 1 + max(int(tokens.max(initial=0)) for tokens in (*queries, *candidates))
-    own, other = _matrix(queries, size), _matrix(candidates, size)
-    lengths = np.sqrt(np.maximum(1, np.array([len(tokens) for tokens in candidates])))
-    found = [np.zeros(0)]
-    for start in range(0, len(queries), _AT_ONCE):
-        scores = (own[start : start + _AT_ONCE] @ other.T).toarray() / lengths
-        found.append(find_ranks(scores, rights[start : start + _AT_ONCE]))
-    return np.concatenate(found)
-
-
-def _matrix(sets: Sequence[np.ndarray], size: int) -> Any:
-    from scipy import sparse
-
-    ends = np.cumsum([0, *map(len, sets)])
-    return sparse.csr_matrix((np.ones(ends[-1]), np.concatenate([*sets, np.zeros(0, int)]), ends), (len(sets), size))
+        ids, mask = texts["input_ids"].cpu().numpy(), texts["attention_mask"].cpu().numpy()
+        rows, columns = np.nonzero(mask)
+        found = sparse.csr_matrix((np.ones(len(rows)), (rows, ids[rows, columns])), (len(ids), self._vocabulary))
+        found.data[:] = 1  # a token that a text has twice was added up
+        return found
 
 
 def measure_ranks(ranks: np.ndarray, overlap: np.ndarray, candidates: np.ndarray) -> dict[str, float]:
@@ -147,7 +134,7 @@ class TextsToFind(TextRows):
 
     text_options = ("query", "positive")
     label_option = "positive"
-    reserved = ("labels", "row_id", "place")
+    reserved = ("labels", "row_id")
     defaults: Mapping[str, Any] = {
         **TEXTS,
         "query": "query",  # column with the queries
@@ -162,7 +149,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
 
     Returns:
         For every split its rows: both texts by the names of their columns; in `labels` the number of the text that
-        belongs to a query, among the different ones of the split; in `place` the row's number in the split; `row_id`.
+        belongs to a query, among the different ones of the split; `row_id`.
 
     Raises:
         ConfigError: a split has one text only, so that there is nothing to tell it from.
@@ -172,11 +159,11 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     queries, positives = table.texts_of("query"), table.texts_of("positive")
     learned = (text for row in table.splits["train"].tolist() for text in (queries[row], positives[row]))
     tokenizer = find_tokenizer(chosen, learned, out)
-    labels, places = np.zeros(len(queries), np.int64), np.zeros(len(queries), np.int64)
+    labels = np.zeros(len(queries), np.int64)
     for split, rows in table.splits.items():
         numbers: dict[str, int] = {}
-        for number, row in enumerate(rows.tolist()):
-            labels[row], places[row] = numbers.setdefault(positives[row], len(numbers)), number
+        for row in rows.tolist():
+            labels[row] = numbers.setdefault(positives[row], len(numbers))
         if len(numbers) < 2:
             what = f"All rows of the split '{split}' have one text, so there is nothing to tell it from."
             raise ConfigError(what, field=f"{FIELD}.positive", value=table.label, remedy="Give rows with other texts.")
@@ -187,9 +174,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     texts = [chosen["query_prefix"] + text for text in queries]
     texts += [chosen["positive_prefix"] + text for text in positives]
     count_cut_texts(out, tokenizer, texts, longest=chosen["max_length"])
-    return table.rows(
-        labels.tolist(), {chosen["query"]: queries, chosen["positive"]: positives, "place": places.tolist()}
-    )
+    return table.rows(labels.tolist(), {chosen["query"]: queries, chosen["positive"]: positives})
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
@@ -219,7 +204,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
-    """Make a batch: `places` and `labels` ``[rows]``, and `input_ids` and `attention_mask` ``[2 rows, tokens]``.
+    """Make a batch: `labels` ``[rows]``, and `input_ids` and `attention_mask` ``[2 rows, tokens]``.
 
     The first half of the texts are the queries, the second half what belongs to them. New rows have queries alone.
     `is_right` ``[rows, rows]``: which texts of the batch are not wrong for a query.
@@ -232,9 +217,9 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     batch = {name: made[name] for name in ("input_ids", "attention_mask")}
     if not has_both:
         return batch
-    places, labels = (torch.tensor([row[name] for row in rows]) for name in ("place", "labels"))
+    labels = torch.tensor([row["labels"] for row in rows])
     pairs = [(row[info["query"]], row[info["positive"]]) for row in rows]
-    return {"places": places, "labels": labels, **batch, "is_right": _find_right(pairs)}
+    return {"labels": labels, **batch, "is_right": _find_right(pairs)}
 
 
 def _find_right(pairs: Sequence[tuple[str, str]]) -> Tensor:
@@ -268,7 +253,8 @@ class Trainer(RowLossTrainer):
         parts = (range(start, min(start + size, len(rows))) for start in range(0, len(rows), size))
         batches = (self.data_collator([rows[row] for row in part]) for part in parts)
         with evaluating(self.model):
-            self._candidates = Candidates((self._prepare_inputs(batch) for batch in batches), self._embed)
+            config: Any = self.model.config
+            self._candidates = Candidates(map(self._prepare_inputs, batches), self._embed, config.vocab_size)
         try:
             return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
@@ -281,17 +267,18 @@ class Trainer(RowLossTrainer):
         inputs = self._prepare_inputs(inputs)
         rows = len(inputs["labels"]) if "labels" in inputs else len(inputs["input_ids"])
         with torch.no_grad():
-            queries = self._embed({name: inputs[name][:rows] for name in ("input_ids", "attention_mask")}, model)
+            texts = {name: inputs[name][:rows] for name in ("input_ids", "attention_mask")}
+            queries = self._embed(texts, model)
             if self._candidates is None or "labels" not in inputs:
                 return None, queries, None
             known, labels = self._candidates, inputs["labels"]
             right = known.rights(labels)
             loss = self._contrast(queries, known.embeddings[right], inputs["is_right"]).mean()
             scores = (queries @ known.embeddings.T).float().cpu().numpy()
-        ranks = find_ranks(scores, right.cpu().numpy())
-        others = [[known.overlap[place], len(known)] for place in inputs["places"].tolist()]
-        device = queries.device
-        return loss, torch.tensor(ranks, device=device), torch.tensor(others, dtype=torch.float64, device=device)
+        rights, device = right.cpu().numpy(), queries.device
+        ranks, overlap = find_ranks(scores, rights), known.overlap_ranks(texts, rights)
+        others = np.stack((overlap, np.full(rows, len(known), np.float64)), axis=1)
+        return loss, torch.tensor(ranks, device=device), torch.tensor(others, device=device)
 
     def _embed(self, inputs: Any, model: nn.Module | None = None) -> Tensor:
         """The embeddings of texts ``[texts, size]``, of length 1."""

@@ -381,4 +381,4 @@ def test_models_of_pairs_come_from_folders_with_adapters_and_choices(names: Prep
             recipe.build_model(option, data)
     again = pickle.loads(pickle.dumps(collate_of(names)))(splits["test"][:3])
     assert again["input_ids"].shape[0] == 6
-    assert again["places"].tolist() == [0, 1, 2]
+    assert again["labels"].tolist() == [row["labels"] for row in splits["test"][:3]]
