@@ -54,25 +54,16 @@ def _await_stacks_request(run_dir: RunDir, rank: int) -> None:
 
 
 def read_trace(rank: int) -> dict[str, Any]:
-    """Return what torch has recorded in this process, by backend; without a process group, say so under "note"."""
-    trace: dict[str, Any] = {"rank": rank, "recorders": {}}
-    if "torch.distributed" not in sys.modules:
-        return {**trace, "note": "This rank had not imported torch.distributed yet."}
-    module = importlib.import_module("torch._C._distributed_c10d")
-    for backend, name in _RECORDERS.items():
-        dump = getattr(module, name, None)
-        if dump is None:
-            continue
-        try:
-            recorded = parse_json(dump())
-        except (RuntimeError, ValueError, TypeError) as error:
-            trace["recorders"][backend] = {"note": f"torch could not show it: {error}"}
-            continue
-        if recorded.get("pg_status") or recorded.get("entries"):
-            trace["recorders"][backend] = recorded
-    if not trace["recorders"]:
-        trace["note"] = "This rank had entered no collective."
-    return trace
+    """Return what torch has recorded in this process, by backend; nothing where no collective was entered."""
+    recorders = {}
+    if "torch.distributed" in sys.modules:
+        module = importlib.import_module("torch._C._distributed_c10d")
+        for backend, name in _RECORDERS.items():
+            with suppress(AttributeError, RuntimeError, ValueError, TypeError):  # a build of torch without it
+                recorded = parse_json(getattr(module, name)())
+                if recorded.get("pg_status") or recorded.get("entries"):
+                    recorders[backend] = recorded
+    return {"rank": rank, "recorders": recorders}
 
 
 class ParentWatch(threading.Thread):
@@ -126,7 +117,6 @@ class Events:
         self._path = path
         self._rank = rank
         self._sink = sink
-        self._is_torn = False  # a full disk has cut the newest line
 
     def emit(self, event: str, **fields: Any) -> None:
         """Report that something happened. Fields that are None are left out."""
@@ -143,13 +133,10 @@ class Events:
         line = json.dumps(record).encode() + b"\n"
         try:
             with self._path.open("ab") as file:
-                file.write(b"\n" + line if self._is_torn else line)
+                file.write(line)
         except OSError as error:
-            if not is_full_disk(error):
+            if not is_full_disk(error):  # progress that is not shown is not worth the work
                 raise
-            self._is_torn = True  # progress that is not shown is not worth the work
-        else:
-            self._is_torn = False
 
 
 class Pace:
