@@ -36,7 +36,7 @@ from trainflow.flows.reports.run_record import RunRecord, collect_history, run_a
 from trainflow.flows.run_stages import run_stages
 from trainflow.flows.runs.heartbeat import beating
 from trainflow.flows.runs.run_status import plan_of_try, read_status, sweep
-from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
+from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.prefect.prefect_client import wait_for_drawings
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
 
@@ -51,10 +51,7 @@ class PipelineFlow(Flow[P, R]):
     @override
     def serialize_parameters(self, parameters: dict[str, Any]) -> dict[str, Any]:
         try:
-            return {
-                name: spec_parameter(value) if isinstance(value, PipelineSpec) else to_jsonable_python(value)
-                for name, value in parameters.items()
-            }
+            return {name: to_jsonable_python(value) for name, value in parameters.items()}
         except ValueError:  # Prefect writes the name of its class in place of such a value
             return super().serialize_parameters(parameters)
 

@@ -29,7 +29,7 @@ from trainflow.flows.server.api import prefect_api
 from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, run_environment, set_retries
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.schedule import EVERY_S, Schedule, Watch, show_firings
-from trainflow.flows.spec.spec import PipelineSpec, spec_parameter
+from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.spec_file import parse_override_value
 
 if TYPE_CHECKING:
@@ -329,13 +329,11 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
 
     from trainflow.flows.pipeline import pipeline
 
-    parameter = spec_parameter(spec)
     deployment = RunnerDeployment.from_flow(
         pipeline,
         name=name,
         schedule=schedule,
-        parameters={"spec": parameter},
-        enforce_parameter_schema="spec_file" not in parameter,
+        parameters={"spec": spec.model_dump(mode="json")},
         description=f"{spec.name}: prepare, train, evaluate, predict and publish; kept in {spec.storage}",
         entrypoint_type=EntrypointType.MODULE_PATH,
         paused=False,

@@ -5,6 +5,7 @@ No engine and no torch is imported, and nothing is written.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -27,6 +28,9 @@ from trainflow.tasks.settings import check_benchmarks, check_runner
 if TYPE_CHECKING:
     from trainflow.flows.spec.spec import PipelineSpec
     from trainflow.flows.stages import Stage
+
+MOST_BYTES = 400_000
+"""The largest spec: Prefect's servers refuse parameters above 512 KiB."""
 
 
 def check_adapters(spec: PipelineSpec) -> None:
@@ -89,6 +93,7 @@ def refuse_secrets(raw: Mapping[str, Any]) -> None:
 
 def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     """Raise ConfigError for the first thing that would make the run fail later, and shows without running anything."""
+    _check_size(spec)
     _check_recipes(spec, resolver)
     _check_storage(spec)
     _check_refresh(spec)
@@ -103,6 +108,14 @@ def check_spec(spec: PipelineSpec, resolver: Resolver) -> None:
     _check_comparisons(spec, resolver)
     check_adapters(spec)
     spec.notify.check()
+
+
+def _check_size(spec: PipelineSpec) -> None:
+    size = len(json.dumps(spec.model_dump(mode="json")))
+    if size > MOST_BYTES:
+        what = f"The spec has {size:,} bytes with its defaults; Prefect takes at most {MOST_BYTES:,} of a run."
+        remedy = "Name files by patterns (data/*.parquet) in place of one by one, and move tables into a file of data."
+        raise ConfigError(what, field="spec", value=spec.name, remedy=remedy)
 
 
 def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:

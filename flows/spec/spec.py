@@ -6,8 +6,6 @@ the dotted key, the value and what to do.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import os
 import warnings
@@ -16,12 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, model_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError
 
-from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.paths import absolute_path, expand_home, is_path, map_paths
 from trainer_lib.data.rows.mixture import SOURCE
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.benchmarks import is_task_file
 from trainer_lib.protocol import recipe_names
 from trainer_lib.protocol.recipe_names import is_recipe_name
@@ -110,8 +107,6 @@ def _few_steps(args: TrainingArguments) -> dict[str, Any]:
 
 # Settings that are paths: relative ones start from the spec's folder, not from where the command runs.
 _PATHS = ("recipe", "root", "folder", "storage", "prepare.sources", "train.preemption.file", "publish.to")
-_PARAMETER_BYTES = 400_000  # Prefect's servers refuse parameters above 512 KiB
-_REFERENCE = {"name", "storage", "spec_file", "sha256"}
 _RESAMPLES = 1000  # for intervals of confidence
 _SECTION_PATHS = {"recipe": "recipe", "launch": "launch.config_file"}  # field of a section -> the path that it holds
 
@@ -124,11 +119,6 @@ warnings.filterwarnings("ignore", 'Field name "register"')
 
 class PipelineSpec(Settings):
     """prepare -> train -> evaluate -> predict -> publish, and where everything is kept."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _follow_reference(cls, raw: Any) -> Any:
-        return _read_reference(raw) if isinstance(raw, Mapping) and raw.keys() == _REFERENCE else raw
 
     name: str = Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,95}$",
@@ -375,32 +365,6 @@ def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
     except ValidationError as error:
         raise spec_error(error, raw, PipelineSpec) from None
     return spec if spec.root is not None else spec.model_copy(update={"root": str(find_root(spec.recipe))})
-
-
-def spec_parameter(spec: PipelineSpec) -> dict[str, Any]:
-    """The spec as a parameter of a flow; where Prefect would refuse its size, the file on its storage that holds it."""
-    raw = spec.model_dump(mode="json")
-    data = json.dumps(raw).encode()
-    if len(data) <= _PARAMETER_BYTES:
-        return raw
-    from trainer_lib.storage import Store
-
-    digest = hashlib.sha256(data).hexdigest()
-    folder = Store.open(spec.storage).child("specs")
-    folder.create(f"{digest}.json", data)
-    return {"name": spec.name, "storage": spec.storage, "spec_file": f"{folder.url}/{digest}.json", "sha256": digest}
-
-
-def _read_reference(reference: Mapping[str, Any]) -> dict[str, Any]:
-    from trainer_lib.storage import Store
-
-    folder, _, name = str(reference["spec_file"]).rpartition("/")
-    data = Store.open(folder).read_bytes(name)
-    if hashlib.sha256(data).hexdigest() != reference["sha256"]:
-        what = "The file of this spec was changed after the run was planned."
-        remedy = "Run the spec again, or deploy it again."
-        raise DamagedError(what, field="spec", value=reference["spec_file"], remedy=remedy)
-    return parse_json(data, dict)
 
 
 def _resolve_paths(raw: dict[str, Any], folder: Path, overridden: frozenset[str]) -> None:

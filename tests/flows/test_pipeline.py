@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -10,24 +9,20 @@ from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-from uuid import UUID
 
 import pytest
 from mlflow import MlflowClient
-from prefect.client.orchestration import get_client
 
-from tests.support.runs import ALL, IN_PROCESS, broken, newest_flow_run, ran, reason, run, spec_of
+from tests.support.runs import ALL, IN_PROCESS, broken, ran, reason, run, spec_of
 from tests.support.toy import RECIPE, project
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError
 from trainer_lib.launch.settings import config
 from trainer_lib.launch.settings.config import LaunchConfig
 from trainflow.flows.cli import presentation
-from trainflow.flows.deployed import pipeline as deployed_pipeline
 from trainflow.flows.pipeline import run_pipeline
 from trainflow.flows.planning.plan import Plan, StagePlan, StageReason
 from trainflow.flows.records.past_runs import list_runs
-from trainflow.flows.server.serving import _deployment
 from trainflow.flows.spec.spec import load_spec
 from trainflow.flows.stages import find_stage, stage_names
 from trainflow.tasks.code import closure
@@ -197,19 +192,6 @@ def test_stages_that_are_switched_off_are_left_out(folder: Path) -> None:
     result = run(folder, "predict.enabled=false", "evaluate.enabled=false", "train.args.seed=9")
     assert ran(result) == {"train", "push-to-hub"}
     assert reason(result, "predict") == "switched off in the spec"
-
-
-def test_a_spec_larger_than_prefects_parameters_runs_and_is_deployed(folder: Path) -> None:
-    large = f"prepare.options={json.dumps({'rows': 64, 'words': 'word ' * 130_000})}"
-    assert run(folder, large, only="prepare-data").ok
-    assert set(newest_flow_run().parameters["spec"]) == {"name", "storage", "spec_file", "sha256"}
-    spec = spec_of(folder, large)
-    deployment = _deployment(spec, "large", None).apply()
-    assert isinstance(deployment, UUID)
-    with get_client(sync_client=True) as client:
-        parameters = client.read_deployment(deployment).parameters
-        client.delete_deployment(deployment)
-    assert deployed_pipeline.validate_parameters(parameters)["spec"] == spec
 
 
 # -- a check on a few rows ---------------------------------------------------------------------------------------------

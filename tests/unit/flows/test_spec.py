@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.toy import project
-from trainer_lib.errors import ConfigError, DamagedError
+from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.flows.cli.options import PlaceWords, choose_spec_file, choose_spec_or_storage
 from trainflow.flows.planning.plan import Plan
@@ -20,7 +20,6 @@ from trainflow.flows.spec.spec import (
     _section_paths,
     load_spec,
     parse_spec,
-    spec_parameter,
 )
 from trainflow.flows.spec.spec_file import read_spec_file
 
@@ -357,18 +356,11 @@ def test_evaluate_and_predict_take_from_train_what_they_leave_unset(spec_file: P
     assert predict.launch is not None and predict.launch.kind == "in_process"
 
 
-def test_a_spec_that_prefect_would_refuse_travels_as_a_file_with_its_digest(
-    spec_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("trainflow.flows.spec.spec._PARAMETER_BYTES", 5000)  # test_pipeline.py has such a spec
-    spec = load_spec(spec_file, [f"prepare.options={json.dumps({'words': 'word ' * 1000})}"])
-    parameter = spec_parameter(spec)
-    assert len(json.dumps(parameter)) < 1000
-    assert parse_spec(parameter) == spec
-    written = Path(parameter["spec_file"])
-    written.write_bytes(written.read_bytes().replace(b"word", b"evil", 1))
-    with pytest.raises(DamagedError, match="changed after the run was planned"):
-        parse_spec(parameter)
+def test_a_spec_that_prefect_would_refuse_is_refused_at_once(spec_file: Path) -> None:
+    large = f"prepare.options={json.dumps({'words': 'word ' * 90_000})}"
+    with pytest.raises(ConfigError, match=r"The spec has 45\d,\d{3} bytes.*at most 400,000") as refused:
+        load_spec(spec_file, [large])
+    assert "patterns" in str(refused.value.remedy)
 
 
 def test_every_field_is_described_for_the_form() -> None:
