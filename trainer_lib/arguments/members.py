@@ -16,7 +16,6 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from trainer_lib.arguments import environment
@@ -28,14 +27,8 @@ from trainer_lib.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-_LEVELS = {
-    "detail": logging.DEBUG,  # transformers' name: debug, with file and line
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-    "critical": logging.CRITICAL,
-}
+# "detail" is transformers' name: debug, with file and line.
+_LEVELS = {"DETAIL": logging.DEBUG, **logging.getLevelNamesMapping()}
 
 
 class ProcessState:
@@ -130,6 +123,7 @@ class ArgumentMembers(ArgumentGroups):
     """Values that follow from the arguments and the environment; none of them is stored."""
 
     default_optim: ClassVar[str] = "adamw_torch_fused"
+    is_torch_greater_or_equal_than_2_8: ClassVar[bool] = True  # 2.11 is the oldest that is installed
     #: Fields that a command line may give as JSON; a subclass adds its own.
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [
         "accelerator_config",
@@ -223,12 +217,6 @@ class ArgumentMembers(ArgumentGroups):
         return timedelta(seconds=self.ddp_timeout)
 
     @property
-    def is_torch_greater_or_equal_than_2_8(self) -> bool:
-        """True when the installed torch is 2.8 or newer; torch is not imported for it."""
-        major, minor = metadata.version("torch").split(".")[:2]
-        return (int(major), int(minor)) >= (2, 8)
-
-    @property
     def should_log(self) -> bool:
         """True for the process that writes the main log."""
         return (self.local_process_index if self.log_on_each_node else self.process_index) == 0
@@ -244,8 +232,8 @@ class ArgumentMembers(ArgumentGroups):
         "passive" is the level that TRANSFORMERS_VERBOSITY names, else info on the main process and warning on others.
         """
         level, usual = (self.log_level, logging.INFO) if self.should_log else (self.log_level_replica, logging.WARNING)
-        passive = _LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", "").lower(), usual)
-        return _LEVELS.get(level, passive)
+        passive = _LEVELS.get(os.environ.get("TRANSFORMERS_VERBOSITY", "").upper(), usual)
+        return _LEVELS.get(level.upper(), passive)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """Return the optimizer steps of the warm-up: `warmup_steps`, or that share of all steps, rounded up."""
