@@ -48,12 +48,11 @@ from trainflow.tasks.model.logged_models import (
     describe_flavor,
     link_evaluation,
     log_models,
-    log_outputs,
     register_model,
 )
 from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.model.portable_model import write_description
-from trainflow.tasks.stage.facts import EvaluateFacts, PredictFacts, PrepareFacts, TrainFacts
+from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
 from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.progress import Event, subscribe
@@ -444,8 +443,6 @@ class ModelTracking:
             info = {} if self._data is None else self._data.facts.info
             write_or_warn("pictures of the evaluation", partial(log_outcomes, self._plan.spec, run, manifest, info))
             self._register(run, exported, manifest)
-        if isinstance(manifest.facts, PredictFacts):
-            write_or_warn("predicted columns", partial(log_outputs, run, exported, manifest))
 
     def read_outcome(self, *, waits: bool) -> Registered | None:
         """The outcome of this run's registration, for which it `waits` some seconds; None: it is not known."""

@@ -79,16 +79,6 @@ def link_evaluation(run: TrackedRun, exported: LoggedModel, evaluation: StageMan
     run.log_model({"measured": {"digest": record.digest, "step": record.step, "keys": keys}}, {})
 
 
-def log_outputs(run: TrackedRun, exported: LoggedModel, predicted: StageManifest) -> None:
-    """Log the columns that the model predicts, as the stage wrote them. Raises StorageError or DataError."""
-    from trainer_lib.data.rows.predictions import read_prediction_types  # pyarrow
-
-    parts = [entry.path for entry in predicted.files if entry.path.endswith(".parquet")]
-    if parts:
-        columns = read_prediction_types(predicted.store(), parts[0])
-        run.log_model({"outputs": {"digest": exported.record.digest, "columns": columns}}, {})
-
-
 def register_model(
     run: TrackedRun,
     exported: LoggedModel,

@@ -7,8 +7,8 @@ Processes pull parts, so their number may change between the runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, BinaryIO
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import orjson
@@ -106,32 +106,16 @@ def _to_json_lines(table: pa.Table) -> bytes:
 
 def read_predictions(store: Store, paths: Sequence[str]) -> pa.Table:
     """The rows of Parquet files, in the order of the files. Raises StorageError or DataError."""
-    tables = [_read(store, path, pq.read_table) for path in paths]
+    tables = [_read(store, path) for path in paths]
     return pa.concat_tables(tables, promote_options="default") if tables else pa.table({})
 
 
-def read_prediction_types(store: Store, path: str) -> dict[str, str]:
-    """The columns of a Parquet file of predictions without the row ids, with their types: `string`, `float64[*]`.
-
-    Raises:
-        StorageError: the file cannot be read. DataError: it is not a Parquet file.
-    """
-    schema = _read(store, path, pq.read_schema)
-    return {field.name: _name_type(field.type) for field in schema if field.name != ROW_ID}
-
-
-def _read(store: Store, path: str, read: Callable[[BinaryIO], Any]) -> Any:
+def _read(store: Store, path: str) -> pa.Table:
     with store.open_read(path) as stream:
         try:
-            return read(stream)
+            return pq.read_table(stream)
         except pa.ArrowInvalid as error:
             raise DataError("This is not a Parquet file.", field="predictions", value=path) from error
-
-
-def _name_type(kind: pa.DataType) -> str:
-    if pa.types.is_list(kind):
-        return f"{_name_type(kind.value_type)}[*]"
-    return {"double": "float64", "float": "float32", "halffloat": "float16"}.get(str(kind), str(kind))
 
 
 def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:

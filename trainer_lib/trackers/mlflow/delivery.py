@@ -117,7 +117,7 @@ LOAD_S = 30.0  # how long `close` waits for the server's client to be imported
 _CLOSING_POLL_S = 0.05  # between two looks while another process delivers the same spool
 _OBSTACLE_S = 1.0  # how long `close` waits for what only another process can bring, such as the run of a worker
 _KILLED = "Its process was killed, or its machine was lost: it recorded no end."
-_MODELS = {"model", "measured", "outputs", "registration"}
+_MODELS = {"model", "measured", "registration"}
 _log = logging.getLogger(__name__)
 
 

@@ -40,20 +40,18 @@ from trainer_lib.trackers.mlflow.mlflow_registry import (
     DIGEST_TAG,
     FOLDER,
     OUTCOME_FILE,
-    TYPES,
     Flavor,
     FlavorFile,
     ModelRecord,
     Registered,
     Registration,
-    nested,
     register,
 )
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# What a logged model gets after it was logged: a flavor of MLflow besides our reference, and the schema of its outputs.
+# What a logged model gets with its version: a flavor of MLflow besides our reference.
 #
 # MLflow's flavors load what lies among the artifacts of a model, so a flavor is the one place where weights are
 # uploaded, and only for a spec that asks for it. Safe to repeat: files that are there in their size are left out, and
@@ -61,11 +59,13 @@ if TYPE_CHECKING:
 
 
 _MLMODEL = "MLmodel"
+# Types -> MLflow's. A number is as wide as JSON's: MLflow narrows none, and the model converts what it is given.
+_TYPES = {"bool": "boolean", "string": "string", "bytes": "binary", "binary": "binary"}
 
 
 def send_flavor(client: Any, model_id: str, flavor: Flavor) -> None:
     """Add a flavor to a logged model, unless it has it. Raises RefusedError for a file that is not as committed."""
-    description = _read(client, model_id)
+    description = dict(parse_yaml(client.read_model_artifact(model_id, _MLMODEL).decode()))
     if flavor.name in description["flavors"]:
         return
     sizes: dict[str, dict[str, int]] = {}
@@ -77,31 +77,9 @@ def send_flavor(client: Any, model_id: str, flavor: Flavor) -> None:
         if sizes[parent].get(file.path) != file.size:
             _send_file(client, model_id, file)
     description["flavors"][flavor.name] = flavor.config
-    _write(client, model_id, description)
-
-
-def send_outputs(client: Any, model_id: str, columns: Mapping[str, str]) -> None:
-    """Write the predicted columns into the model's signature, lists as `float64[*]`, unless it has them."""
-    description = _read(client, model_id)
-    outputs = json.dumps([{**_json_type(text), "name": name, "required": True} for name, text in columns.items()])
-    if description["signature"]["outputs"] != outputs:
-        description["signature"]["outputs"] = outputs
-        _write(client, model_id, description)
-
-
-def _read(client: Any, model_id: str) -> dict[str, Any]:
-    return dict(parse_yaml(client.read_model_artifact(model_id, _MLMODEL).decode()))
-
-
-def _write(client: Any, model_id: str, description: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         Path(folder, _MLMODEL).write_text(dump_yaml(description))
         client.log_model_artifacts(model_id, folder)
-
-
-def _json_type(text: str) -> dict[str, Any]:
-    name, depth = text.replace("[*]", ""), text.count("[*]")
-    return nested(TYPES.get(name, "double" if name.startswith("float") else "long"), depth)
 
 
 def _send_file(client: Any, model_id: str, file: FlavorFile) -> None:
@@ -218,7 +196,7 @@ def link_metrics(client: MlflowClient, run_id: str, model_id: str, step: int, ke
 
 
 def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], folder: Path) -> None:
-    """Send what the spool holds about a model: the model itself, its version, what it predicts, or what was measured.
+    """Send what the spool holds about a model: the model itself, its version, or what was measured.
 
     `folder` has the session's files. Raises RefusedError where the server has no logged models, or not this one.
     """
@@ -239,10 +217,6 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 _keep_outcome(record["kept_in"], Registered.of(asked, version, verdict))
             note = "%s version %s is registered. %s"
             _log.warning(note, asked.name, version, verdict.reason, extra={"label": "note"})
-        elif "outputs" in record:
-            predicted = record["outputs"]
-            if (model := find_model(client, experiment_id, predicted["digest"])) is not None:
-                send_outputs(client, str(model.model_id), predicted["columns"])
         else:
             measured = record["measured"]
             model = find_model(client, experiment_id, measured["digest"], run_id)
@@ -283,7 +257,7 @@ def _write_folder(folder: Path, record: ModelRecord, files: Mapping[str, Path], 
         (folder / "serving_input_example.json").write_text(json.dumps({"dataframe_split": split}))
     (folder / "requirements.txt").write_text(f"trainflow=={metadata.version('trainflow')}\n")
     (folder / "python_env.yaml").write_text("dependencies:\n- -r requirements.txt\n")
-    (folder / "MLmodel").write_text(dump_yaml(_describe(record, run_id, model_id, has_example=has_example)))
+    (folder / _MLMODEL).write_text(dump_yaml(_describe(record, run_id, model_id, has_example=has_example)))
 
 
 def _describe(record: ModelRecord, run_id: str, model_id: str, *, has_example: bool) -> dict[str, Any]:
@@ -328,5 +302,8 @@ def _type(text: str) -> dict[str, Any]:
     # MLflow refuses whole numbers for doubles, though JSON's writers and pandas.read_csv make them of 1.0, and arrays
     # ``[batch, …]`` where the type has a kind of element.
     if depth or column.dtype.startswith(("float", "bfloat")):
-        return nested("any", depth)
-    return {"type": TYPES.get(column.dtype or column.kind, "long")}
+        nested: dict[str, Any] = {"type": "any"}
+        for _ in range(depth):
+            nested = {"type": "array", "items": nested}
+        return nested
+    return {"type": _TYPES.get(column.dtype or column.kind, "long")}

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 DIGEST_TAG = "trainflow.model_digest"
 FOLDER = "trainflow"
 """The folder of our files among a logged model's artifacts."""
-TYPES = {"bool": "boolean", "string": "string", "bytes": "binary", "binary": "binary"}
-"""Types -> MLflow's. A number is as wide as JSON's: MLflow narrows none, and the model converts what it is given."""
 CANDIDATE = "candidate"
 CHAMPION = "champion"
 BEFORE_TAG = "trainflow.champion_before"
@@ -81,14 +79,6 @@ class Flavor:
     name: str
     config: dict[str, Any] = field(default_factory=dict)
     files: tuple[FlavorFile, ...] = ()
-
-
-def nested(kind: str, depth: int) -> dict[str, Any]:
-    """A type of MLflow's signatures inside so many arrays."""
-    found: dict[str, Any] = {"type": kind}
-    for _ in range(depth):
-        found = {"type": "array", "items": found}
-    return found
 
 
 @dataclass(frozen=True, kw_only=True)
