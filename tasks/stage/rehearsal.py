@@ -103,7 +103,7 @@ def rehearse_evaluation(
         metrics=read_metrics(config.metrics),
         slices=tuple(config.slices),
         benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
-        step="rehearse",
+        is_rehearsal=True,
         named=dict(named),
     )
     try:

@@ -340,7 +340,7 @@ class ProbeRequest(ModelRequest[Probe], verb="probe", result=Probe):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=EvaluateResult):
-    """Measure the model at `model_url` on the splits. `step`: all, or only to rehearse it."""
+    """Measure the model at `model_url` on the splits; a rehearsal tries the measures without a trained model."""
 
     model_url: str
     splits: tuple[str, ...]
@@ -350,7 +350,7 @@ class EvaluateRequest(ModelRequest[EvaluateResult], verb="evaluate", result=Eval
     show_inputs: bool = True
     importance_seconds: float = 10.0
     benchmarks: tuple[Benchmark, ...] = ()
-    step: str = "all"
+    is_rehearsal: bool = False
     named: dict[str, str] = field(default_factory=dict)
     """Setting -> the metric, ``<split>_<name>`` or training's ``eval_<name>``, that it needs; for a rehearsal."""
 

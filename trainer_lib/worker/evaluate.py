@@ -183,7 +183,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     prepared = to_record(request.data)
     data = DataInfo(prepared)
     splits = {name: ArrowSplit(prepared, name) for name in request.splits}
-    if request.step == "rehearse":
+    if request.is_rehearsal:
         rehearse(work, data, splits)
         return EvaluateResult((), {})
     args = arguments(work, "evaluate", store.url)
@@ -191,7 +191,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     load_weights(model, request.model_url)
     events = events_callback(work, args)
     trainer = build_trainer(work, args, model, [events])
-    metrics, measured, warnings = _of_all_rows(work, store, trainer, splits, data, events)
+    metrics, measured, warnings = _measure_splits(work, store, trainer, splits, data, events)
     files: list[FileEntry] = []
     if work.rank == 0:  # if this raises, the other ranks lose contact, and that is reported as its consequence
         data.history, data.build_first = _history(request.model_url), partial(build_model, work, args, data)
@@ -219,7 +219,7 @@ def _suite(work: Work[EvaluateRequest], args: TrainingArguments, data: DataInfo)
     return suite
 
 
-def _of_all_rows(
+def _measure_splits(
     work: Work[EvaluateRequest],
     store: Store,
     trainer: Any,
@@ -227,7 +227,7 @@ def _of_all_rows(
     data: DataInfo,
     events: EventsCallback,
 ) -> tuple[dict[str, dict[str, float]], list[FileEntry], list[str]]:
-    """The metrics of each split, whose rows this group of processes evaluates at once, files next to them, warnings."""
+    """The metrics of the splits, files next to them, and warnings."""
     metrics: dict[str, dict[str, float]] = {}
     measured: list[FileEntry] = []
     warnings: list[str] = []

@@ -43,7 +43,7 @@ SHARDED = {"use_cpu": True, "fsdp": "full_shard"}
 
 
 def rehearse(folder: Path, data: PreparedData, recipe: str = tiny.RECIPE, **fields: Any) -> EvaluateResult:
-    given = {"data": data, "model_url": "", "splits": ("test",), "step": "rehearse", "args": {"use_cpu": True}}
+    given = {"data": data, "model_url": "", "splits": ("test",), "is_rehearsal": True, "args": {"use_cpu": True}}
     asked = request(folder, recipe, "evaluate", output=str(folder / "out"), **given | fields)
     found = tiny.run(asked, kind="in_process")
     assert isinstance(found, EvaluateResult)
