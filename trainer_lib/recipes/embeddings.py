@@ -97,7 +97,7 @@ class Candidates:
         return torch.tensor([self._number[label] for label in labels.tolist()], device=labels.device)
 
     def overlap_ranks(self, queries: Mapping[str, Tensor], rights: np.ndarray) -> np.ndarray:
-        """The ranks of candidates by the tokens in common, divided by the root of those that the candidate has."""
+        """The ranks ``[rows]`` by the tokens in common, divided by the root of those that the candidate has."""
         return find_ranks((self._which_tokens(queries) @ self._tokens).toarray() / self._lengths, rights)
 
     def _which_tokens(self, texts: Mapping[str, Tensor]) -> Any:
