@@ -355,7 +355,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     """The card that is there, with the sections and the head's fields that were generated in place of its own.
 
     A section that the author removed comes back at the end. A card without any marked section keeps its text, and
-    gets all of them, unless trainflow wrote it before it marked its sections: then the new card takes its place.
+    gets all of them.
 
     Raises:
         ConfigError: the head of the present card, which is at `field`, is not YAML.
@@ -364,8 +364,6 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     if present is None or not present.strip() or not new:
         return generated
     head, text = split_card(present, field=field)
-    if "trainflow" in head and not _SECTION.search(text):
-        return generated
     new_head, _ = split_card(generated, field=field)
     merged = {**head, **new_head}
     tags = [*_as_list(head.get("tags")), *_as_list(new_head.get("tags"))]
