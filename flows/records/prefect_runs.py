@@ -1,7 +1,7 @@
 """The Prefect runs of trainflow's flows: which processes they belong to, and what becomes of those whose process died.
 
-A process that is killed reports nothing, so its runs stay Running in Prefect. Flow runs therefore carry labels
-that name its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
+A process that is killed reports nothing, so its runs stay Running in Prefect. Flow runs therefore carry a tag that
+names its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
 process is certainly gone and sets them, and their task runs, to Crashed. It also ends task runs that are open although
 their flow run has ended: task states travel as events, and a server that is killed may lose some. A run of another
 machine is left alone here: only its heartbeat on the storage can tell (`trainflow.flows.runs.heartbeat`).
@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -30,13 +30,12 @@ if TYPE_CHECKING:
     from prefect.client.schemas.objects import FlowRun
 
 FLOW, SWEEP_FLOW = "pipeline", "sweep"
-_PREFIX = "trainflow."
 _TAG = "trainflow-process="
-# A run that is retried has the labels of its last process until the new one has written its own.
+# A run that is retried has the tag of its last process until the new one has written its own.
 _SETTLE_S = 2.0
-# Seconds after which a run that was taken up again has its new labels, if its process lives.
+# Seconds after which a run that was taken up again has its new tag, if its process lives.
 _START_S = 300.0
-# Seconds between two tries to label a run, at most.
+# Seconds between two tries to tag a run, at most.
 _PAUSE_S = 10.0
 # Seconds that the end of a flow waits for the sweep.
 _CLOSE_S = 10.0
@@ -87,15 +86,16 @@ def current_flow_run_id() -> UUID | None:
 
 @contextlib.contextmanager
 def created_by_this_process() -> Iterator[None]:
-    """Mark the flow run that is created inside the block as this process's, from its first moment on.
-
-    The mark is a tag, because Prefect takes nothing else at a run's creation; `own_flow_run` puts labels in its place.
-    """
+    """Tag the flow run that is created inside the block as this process's, from its first moment on."""
     from prefect import tags
 
-    holder = Holder.this_process()
-    with tags(_TAG + "|".join((holder.machine, str(holder.pid), holder.started, holder.since))):
+    with tags(_own_tag()):
         yield
+
+
+def _own_tag() -> str:
+    holder = Holder.this_process()
+    return _TAG + "|".join((holder.machine, str(holder.pid), holder.started, holder.since))
 
 
 @dataclass(eq=False)
@@ -125,7 +125,7 @@ class OwnFlowRun:
 
 @contextlib.contextmanager
 def own_flow_run() -> Iterator[OwnFlowRun]:
-    """In the body of a flow: label its run with this process, and sweep the runs of dead ones in the background.
+    """In the body of a flow: tag its run with this process, and sweep the runs of dead ones in the background.
 
     Nothing here fails the flow; a server that does not answer costs it three seconds at most.
     """
@@ -139,12 +139,12 @@ def own_flow_run() -> Iterator[OwnFlowRun]:
     own = OwnFlowRun(run.start_time if run.run_count > 1 else None)
     tags = TagsContext.get().current_tags
     kept = {tag for tag in tags if not tag.startswith(_TAG)}
-    # Without the mark another process has created the run, or ran it before: its labels stand there until ours do.
-    is_marked = kept != tags
-    arguments = run.id, kept if is_marked else None, own
-    introduce = threading.Thread(target=_introduce, args=arguments, name="trainflow-sweep", daemon=True)
+    # Else another process has created the run, or ran it before, whose tag is there until ours is.
+    is_tagged = kept != tags
+    ours = None if is_tagged else {_own_tag(), *(tag for tag in run.tags if not tag.startswith(_TAG))}
+    introduce = threading.Thread(target=_introduce, args=(run.id, ours, own), name="trainflow-sweep", daemon=True)
     introduce.start()
-    if not is_marked:
+    if not is_tagged:
         introduce.join(LIMIT_S)
     # Not for the tasks: Prefect would ask for the concurrency limits of all tags before every task.
     with TagsContext(current_tags=kept):
@@ -156,9 +156,9 @@ def own_flow_run() -> Iterator[OwnFlowRun]:
 
 
 def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> None:
-    """Label a run, until it succeeds or the run has ended; replace its tags unless they are None; sweep; name it."""
+    """Replace a run's tags unless they are None, until it succeeds or the run has ended; sweep; name the run."""
     pause_s = 1.0
-    while not _is_labelled(flow_run_id, tags):
+    while tags is not None and not _are_tags_set(flow_run_id, tags):
         if own.ended.wait(pause_s):
             return
         pause_s = min(2 * pause_s, _PAUSE_S)
@@ -176,16 +176,13 @@ def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> Non
         _log.debug("The flow run is not named: %s", error)
 
 
-def _is_labelled(flow_run_id: UUID, tags: set[str] | None) -> bool:
+def _are_tags_set(flow_run_id: UUID, tags: set[str]) -> bool:
     try:
         with quick_client() as client:
-            holder = asdict(Holder.this_process())
-            client.update_flow_run_labels(flow_run_id, {f"{_PREFIX}{name}": value for name, value in holder.items()})
-            if tags is not None:
-                client.update_flow_run(flow_run_id, tags=tags)
+            client.update_flow_run(flow_run_id, tags=tags)
     except Exception as error:
-        # With the labels of its last process every sweep would take a run that is retried for dead.
-        _log.debug("The flow run is not labelled yet: %s", error)
+        # With the tag of its last process every sweep would take a run that is retried for dead.
+        _log.debug("The flow run is not tagged yet: %s", error)
         return False
     return True
 
@@ -277,7 +274,7 @@ def _end_dead_run(client: SyncPrefectClient, run: DeadRun) -> None:
 
 
 def _is_starting_again(run: FlowRun) -> bool:
-    """Whether a process that takes the run up again may not have labelled it yet: its labels are the ended one's."""
+    """Whether a process that takes the run up again may not have tagged it yet: its tag is the ended one's."""
     if run.state is None or run.state.is_pending():
         return run.run_count > 0
     age_s = (datetime.now(UTC) - run.state.timestamp).total_seconds()
@@ -310,11 +307,7 @@ def _unfinished_tasks() -> TaskRunFilter:
 
 
 def _holder_of(run: FlowRun) -> Holder | None:
-    """The process of a run by its labels, else by the tag that it was created with; None: unknown."""
-    labels = {name.removeprefix(_PREFIX): value for name, value in run.labels.items() if name.startswith(_PREFIX)}
-    with contextlib.suppress(TypeError, ValueError):
-        if labels:
-            return Holder(**labels)  # type: ignore[arg-type]
+    """The process of a run by its tag; None: unknown."""
     for tag in run.tags:
         parts = tag.removeprefix(_TAG).split("|")
         if tag.startswith(_TAG) and len(parts) == 4 and parts[1].isdigit():

@@ -12,7 +12,7 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ from typing import Any
 
 import httpx
 import pytest
-from prefect import context, flow, task
+from prefect import context, flow, tags, task
 from prefect.client.orchestration import SyncPrefectClient, get_client
 from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State, StateType
@@ -138,8 +138,6 @@ def test_a_run_that_begins_ends_a_killed_one_and_its_tasks_and_lives_on_itself()
         wait_for("the end of both", lambda: states(killed) == ("Crashed", ["Completed", "Crashed"]))
         assert f"(process {killed.process.pid} on " in read(killed.id).state.message
         assert states(living)[0] == "Running"
-        # The mark of its first moments becomes labels.
-        wait_for("labels", lambda: not read(living.id).tags)
         assert living.finish() == 0
         wait_for("the end of the living one", lambda: states(living) == ("Completed", ["Completed", "Completed"]))
         assert prefect_runs.sweep_dead_runs() == []
@@ -151,7 +149,7 @@ def test_a_run_of_another_machine_or_of_no_known_process_is_not_judged() -> None
     here = Holder.this_process()
     assert not Holder("", "elsewhere/boot/pid", 1, "1", here.since, 0.0).is_gone()
     with prefect_runs.created_by_this_process():
-        marked: Any = SimpleNamespace(labels={}, tags=context.TagsContext.get().current_tags)
+        marked: Any = SimpleNamespace(tags=context.TagsContext.get().current_tags)
     assert prefect_runs._holder_of(marked) == Holder("", here.machine, os.getpid(), here.started, here.since, 0.0)
     marked.tags = ["trainflow-process=not|a|mark"]
     assert prefect_runs._holder_of(marked) is None
@@ -181,18 +179,21 @@ def test_a_task_whose_end_was_lost_ends_as_its_flow_run_did_once_its_process_is_
 
 
 def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
-    """A run of a flow `pipeline` that carries the labels of a process and went through states."""
+    """A run of a flow `pipeline` that carries the tag of a process and went through states."""
 
     @flow(name="pipeline")
     def pipeline() -> None: ...
 
-    labels = {f"trainflow.{name}": value for name, value in asdict(holder).items()}
     with get_client(sync_client=True) as client:
         run_id = client.create_flow_run(pipeline).id
         for state in (Running(), *states):
             client.set_flow_run_state(run_id, state, force=True)
-        client.update_flow_run_labels(run_id, labels)
+        client.update_flow_run(run_id, tags={tag_of(holder)})
     return run_id
+
+
+def tag_of(holder: Holder) -> str:
+    return f"trainflow-process={holder.machine}|{holder.pid}|{holder.started}|{holder.since}"
 
 
 def state_of(run_id: uuid.UUID) -> str:
@@ -279,23 +280,26 @@ def test_what_an_ended_process_left_does_not_end_its_run_that_is_retried(
 
 
 @pytest.mark.usefixtures("prefect_server")
-def test_labels_of_a_run_are_written_again_until_they_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    write, tries = SyncPrefectClient.update_flow_run_labels, list[uuid.UUID]()
+def test_the_tag_of_a_run_that_is_taken_up_again_is_written_until_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    write, tries = SyncPrefectClient.update_flow_run, list[set[str]]()
 
-    def fails_once(client: SyncPrefectClient, run_id: uuid.UUID, labels: Any) -> None:
-        tries.append(run_id)
+    def fails_once(client: SyncPrefectClient, run_id: uuid.UUID, *, tags: set[str]) -> None:
+        tries.append(tags)
         if len(tries) == 1:
             raise httpx.ReadTimeout("too slow")
-        write(client, run_id, labels)
+        write(client, run_id, tags=tags)
 
-    monkeypatch.setattr(SyncPrefectClient, "update_flow_run_labels", fails_once)
+    monkeypatch.setattr(SyncPrefectClient, "update_flow_run", fails_once)
 
     @flow(name="pipeline")
     def pipeline() -> None:
         with prefect_runs.own_flow_run():
             wait_for("the second try", lambda: len(tries) == 2)
 
-    pipeline()
+    with tags("mine"):
+        pipeline()
+    [tag] = tries[1] - {"mine"}
+    assert tag.startswith(f"trainflow-process={HERE.machine}|{HERE.pid}|{HERE.started}|")
 
 
 # -- a signal after the last stage ------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -159,7 +159,8 @@ def test_after_a_death_prefect_learns_of_it_once_and_the_next_command_needs_no_e
     with get_client(sync_client=True) as client:
         dead = client.create_flow_run(pipeline)
         client.set_flow_run_state(dead.id, Running(), force=True)
-        client.update_flow_run_labels(dead.id, {f"trainflow.{name}": value for name, value in asdict(GONE).items()})
+        tag = f"trainflow-process={GONE.machine}|{GONE.pid}|{GONE.started}|{GONE.since}"
+        client.update_flow_run(dead.id, tags={tag})
         spec = spec_of(folder)
         complete = result_if_unchanged(spec)
         assert complete is not None
