@@ -6,7 +6,6 @@ that range is installed, or when one of these names changes its shape. Importing
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import contextvars
 import logging
@@ -16,8 +15,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 R = TypeVar("R")
-
-_AGAIN_S = 0.05  # between two looks at whether the server has all events
 
 _once: tuple[Any, Any] | None = None
 """Settings, and the same without retries."""
@@ -105,7 +102,8 @@ def patient_events(attempts: int) -> Iterator[None]:
     if emit_events_to_cloud():
         yield
         return
-    EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=attempts)
+    # A send succeeds as soon as the kernel has the event: only an answer shows that the server has it.
+    EventsWorker.set_client_override(PrefectEventsClient, reconnection_attempts=attempts, checkpoint_every=1)
     try:
         yield
     finally:
@@ -115,8 +113,8 @@ def patient_events(attempts: int) -> Iterator[None]:
 def send_queued(timeout_s: float) -> None:
     """Send the events and log records that Prefect still holds in memory; drop those that it cannot send in time.
 
-    Task states travel as events, so an event that is not sent is a task that the server never sees. The server has
-    `timeout_s` to confirm the events, and then again for both queues.
+    Task states travel as events, so an event that is not sent is a task that the server never sees. Both queues have
+    `timeout_s`.
     """
     from prefect.events.worker import EventsWorker
     from prefect.logging.handlers import APILogWorker
@@ -125,7 +123,6 @@ def send_queued(timeout_s: float) -> None:
     logging.getLogger(EventsWorker.__name__).setLevel(logging.ERROR)
     # In a separate thread: in a running event loop, as of a notebook, both would return a coroutine and not wait.
     with ThreadPoolExecutor(1, "trainflow-send") as thread:
-        thread.submit(_confirm_events, timeout_s).result()
         for kind in (EventsWorker, APILogWorker):
             shared: Any = kind
             at_work = [(worker._loop, worker._task) for worker in list(shared._instances.values())]
@@ -133,32 +130,6 @@ def send_queued(timeout_s: float) -> None:
             # Prefect would wait for a server that is away at the end of the process: a minute for an event.
             for loop, task in at_work if late else ():
                 loop.call_soon_threadsafe(task.cancel)
-
-
-def _confirm_events(timeout_s: float) -> None:
-    """Have the server confirm all events; what a stopped or killed one had not read is sent to its successor."""
-    from prefect.events.worker import EventsWorker
-
-    workers: Any = EventsWorker  # which shares the instances of every kind of queue
-    for worker in list(workers._instances.values()):
-        # A queue whose thread has ended would never answer.
-        if isinstance(worker, EventsWorker) and worker._loop is not None and worker._loop.is_running():
-            waiting = asyncio.wait_for(_confirm(worker), timeout_s)
-            with contextlib.suppress(TimeoutError):
-                asyncio.run_coroutine_threadsafe(waiting, worker._loop).result(2 * timeout_s)
-
-
-async def _confirm(worker: Any) -> None:
-    while worker._queue.unfinished_tasks:
-        await asyncio.sleep(_AGAIN_S)
-    # A send succeeds as soon as the kernel has the event: only an answer shows that the server has it.
-    while getattr(worker._client, "_unconfirmed_events", None):
-        try:
-            await worker._client._force_checkpoint()
-        except Exception:  # the connection is closed, or there is none
-            with contextlib.suppress(Exception):
-                await worker._client._reconnect()  # sends again what is not confirmed
-            await asyncio.sleep(_AGAIN_S)
 
 
 def api_log_handlers() -> list[logging.Handler]:
