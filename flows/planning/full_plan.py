@@ -3,28 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
-from urllib.parse import urlsplit
 
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.errors import ConfigError, TrainflowError
+from trainer_lib.errors import TrainflowError
 from trainer_lib.hub.base import SCHEME, parse_target
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
-from trainer_lib.storage.urls import checked_address
 from trainflow.flows.planning.forecast import Forecast, forecast
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.tasks.stage.facts import PrepareFacts
 from trainflow.tasks.stage.manifest import StageManifest
-from trainflow.tasks.tracking.mlflow_run import tracking_uri
 
 _CONVERSATIONS = "assets/conversations.json"
 _CONVERSATIONS_BYTES = 4 << 20
@@ -34,25 +29,22 @@ ANSWER_S = 5.0
 
 @dataclass(frozen=True)
 class Obstacle:
-    """Something that will not work, in the words of an error; if it is not fatal, the run continues without."""
+    """Something that will not work, in the words of an error."""
 
     field: str | None
     value: str | None
     what: str
     remedy: str | None
-    is_fatal: bool = True
 
     @classmethod
-    def of(cls, error: TrainflowError, *, is_fatal: bool = True) -> Obstacle:
+    def of(cls, error: TrainflowError) -> Obstacle:
         """Convert an error."""
-        return cls(
-            error.field, None if error.value is None else str(error.value), error.message, error.remedy, is_fatal
-        )
+        return cls(error.field, None if error.value is None else str(error.value), error.message, error.remedy)
 
 
 @dataclass(frozen=True)
 class FullPlan:
-    """The stages of a run and why they run, what its training takes, and what cannot, or may not, work."""
+    """The stages of a run and why they run, what its training takes, and what cannot work."""
 
     plan: Plan
     forecast: Forecast
@@ -65,8 +57,8 @@ class FullPlan:
 
     @property
     def can_work(self) -> bool:
-        """Whether no obstacle is fatal."""
-        return not any(obstacle.is_fatal for obstacle in self.obstacles)
+        """Whether there is no obstacle."""
+        return not self.obstacles
 
     @property
     def summary(self) -> Sequence[str]:
@@ -190,7 +182,7 @@ def find_obstacles(plan: Plan, found: Forecast) -> list[Obstacle]:
     facts = None if prepared is None else prepared.facts
     splits = facts.splits if isinstance(facts, PrepareFacts) else None
     unprepared = [] if splits is None else _refusals(lambda: check_splits(plan.spec, splits))
-    return [*unprepared, *failed, *places, *_tracking(plan)]
+    return [*unprepared, *failed, *places]
 
 
 def _refusals(check: Callable[[], object]) -> Iterator[Obstacle]:
@@ -266,28 +258,3 @@ def _ask_hub(address: str, field: str, *, writes: bool, revision: str | None = N
             check_access(target.repo, field=field, writes=writes, timeout_s=ANSWER_S)
 
     yield from _refusals(ask)
-
-
-def _tracking(plan: Plan) -> Iterator[Obstacle]:
-    if not plan.spec.tracking.enabled:
-        return
-    uri = tracking_uri(plan.spec.tracking, Store.open(plan.spec.storage))
-    if not uri.startswith(("http://", "https://")):
-        return
-    where = "tracking.uri" if plan.spec.tracking.uri else "MLFLOW_TRACKING_URI"
-    address = urlsplit(uri)
-    port = address.port or (443 if address.scheme == "https" else 80)
-    try:
-        checked_address(uri, field=where, unset="a database next to the storage")
-        socket.create_connection((address.hostname or "", port), timeout=ANSWER_S).close()
-    except ConfigError as error:
-        yield Obstacle.of(error)
-    except OSError as error:
-        reason = error.strerror or os.strerror(error.errno) if error.errno else str(error) or "no answer"
-        yield Obstacle(
-            where,
-            uri,
-            f"MLflow's server does not answer ({reason}). The run works without it, and keeps what it logs.",
-            "Start the server; trainflow sync delivers what waits.",
-            is_fatal=False,
-        )

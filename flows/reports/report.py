@@ -20,8 +20,8 @@ from urllib.parse import quote, urlsplit
 import jinja2
 from markupsafe import Markup
 
-from trainer_lib.base.durations import describe_bytes, describe_seconds
-from trainer_lib.base.suggestions import counted, number_words, to_markdown, to_terminal
+from trainer_lib.base.durations import describe_seconds
+from trainer_lib.base.suggestions import number_words, to_markdown, to_terminal
 from trainer_lib.hub.pictures import draw_series
 from trainer_lib.secrets import mask
 from trainer_lib.trackers.names import compare_with_baselines, slice_tables, whole_metrics, with_intervals
@@ -135,7 +135,6 @@ def render_report(
             Section.of_pairs("Where things are", list(_places(result))),
         ],
         spec=spec,
-        files=list(_files(result)),
         versions=find_versions(),
         is_over=is_over,
         written=_moment(None),
@@ -305,16 +304,6 @@ def _link(url: str | None, result: Mapping[str, Any]) -> str | None:
         return None
     # Quoted, as it becomes an address: a folder's name may hold a space or '#'.
     return quote(posixpath.relpath(url, posixpath.dirname(report)))
-
-
-def _files(result: Mapping[str, Any]) -> Iterator[tuple[str, Panel]]:
-    """The files of the stages below a line that counts them."""
-    for stage in result.get("stages", ()):
-        files = (stage.get("manifest") or {}).get("files") or ()
-        rows = [(file["path"], describe_bytes(file["size"]), file["sha256"]) for file in files]
-        if rows:
-            panel = Panel(columns=("file", "size", "sha256"), rows=rows)
-            yield f"{stage['stage']}: {counted(len(rows), 'file')}", panel
 
 
 def _moment(started: str | float | None) -> str:

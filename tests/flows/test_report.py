@@ -127,8 +127,8 @@ def test_the_page_tells_what_ran_why_how_long_with_what_result_and_loads_nothing
     for part in (
         *("digits", "Done in 1 min 8 s", "prepare-data cached 0.2 s committed 2026-01-01", "predict skipped"),
         *("train ran 1 min 1 s args.learning_rate: 0.001 -> 0.002", "metric test val accuracy 0.984 loss 0.05"),
-        *("train_loss 0.31", "f" * 32, "sqlite:////data/storage/mlflow.db", "cdcdcdcdcdcd", "ef" * 32),
-        *("4.1 kB", "trainflow", "torch"),
+        *("train_loss 0.31", "f" * 32, "sqlite:////data/storage/mlflow.db", "cdcdcdcdcdcd"),
+        *("trainflow", "torch"),
     ):
         assert part in page.words, part
     assert {"script", "link", "img", "iframe", "object", "embed"}.isdisjoint(page.tags)

@@ -315,9 +315,8 @@ def describe_plan(plan: Plan, found: Forecast, obstacles: Sequence[Obstacle]) ->
     lines += [_row("missing", sentence, "yellow") for sentence in found.missing]
     for obstacle in obstacles:
         place = " = ".join(text for text in (obstacle.field, obstacle.value) if text)
-        style, word = ("bold red", "cannot work") if obstacle.is_fatal else ("yellow", "note")
         what = f"{place}: {obstacle.what}" if place else obstacle.what
-        lines.append(Text.assemble((f"  {word:<12} ", style), what))
+        lines.append(Text.assemble(("  cannot work  ", "bold red"), what))
         if obstacle.remedy:
             lines.append(_row("", obstacle.remedy))
     return [*lines, Text()]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,47 +21,26 @@ from trainflow.flows.cli.options import Answer, BareForm, Form, PlaceWords, Run,
 from trainflow.flows.cli.presentation import shown, table
 from trainflow.flows.records.past_runs import PastRun, read_tags, tag_run, untag_run
 from trainflow.flows.server.schedule import read_interval
+from trainflow.tasks.settings import Requirement, parse_requirement
 
 if TYPE_CHECKING:
     from trainflow.flows.runs.run_details import RunComparison, RunDetails, StageDetails
     from trainflow.flows.runs.run_status import RunStatus
 
-_COMPARISONS: dict[str, Callable[[float, float], bool]] = {
-    ">=": operator.ge,
-    "<=": operator.le,
-    "==": operator.eq,
-    "!=": operator.ne,
-    ">": operator.gt,
-    "<": operator.lt,
-    "=": operator.eq,
-}
-_CONDITION = re.compile(r"\s*([^<>=!\s]+)\s*(>=|<=|==|!=|>|<|=)\s*(\S+)\s*")
+_CONDITION = re.compile(r"\s*([^<>=!\s]+)\s*([<>=].*)")
 _FIELDS = ("started", "name", "state", "seconds")
 
 
-@dataclass(frozen=True)
-class Filter:
-    """A condition on one metric; a run without the metric does not fit."""
-
-    name: str
-    comparison: str
-    value: float
-
-    def accepts(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a run with these metrics fits."""
-        return self.name in metrics and _COMPARISONS[self.comparison](metrics[self.name], self.value)
-
-
-def parse_filter(text: str) -> Filter:
-    """The condition that a text like ``test_accuracy>=0.9`` states. Raises ConfigError if it states none."""
+def parse_filter(text: str) -> tuple[str, Requirement]:
+    """The metric and the condition that a text like ``test_accuracy>=0.9`` states. Raises ConfigError for another."""
     match = _CONDITION.fullmatch(text)
     try:
         if match is not None:
-            return Filter(match[1], match[2], float(match[3]))
+            return match[1], parse_requirement(match[2])
     except ValueError:
         pass
     what = "A condition is a metric, a comparison and a number."
-    remedy = 'Write for example --metric "test_accuracy>=0.9"; <, <=, >, >=, == and != are known.'
+    remedy = 'Write for example --metric "test_accuracy>=0.9"; <, <=, >, >= and == are known.'
     raise ConfigError(what, field="--metric", value=text, remedy=remedy)
 
 
@@ -120,7 +97,7 @@ def runs(
         list[str] | None,
         typer.Option(metavar="CONDITION", help='Runs with such a metric: "test_accuracy>=0.9"; repeatable.'),
     ] = None,
-    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="The trials of this sweep, one per line.")] = None,
+    sweep: Annotated[str | None, typer.Option(metavar="NAME", help="The trials of this sweep.")] = None,
     sort: Annotated[
         str, typer.Option(metavar="WHAT", help="started, name, state, seconds or a metric; -WHAT: the other way round.")
     ] = "-started",
@@ -142,7 +119,7 @@ def runs(
         and (not state or status.state in state)
         and (sweep is None or status.run.sweep == sweep)
         and (oldest is None or _started(status.run) >= oldest)
-        and all(condition.accepts(status.run.metrics) for condition in filters)
+        and all(required.is_met(status.run.metrics.get(metric, math.nan)) for metric, required in filters)
     ]
     key, reverse = sort_key(sort, [status.run for status in statuses])
     listed = sorted(listed, key=key, reverse=reverse)[:limit]
@@ -150,18 +127,14 @@ def runs(
         none = f"No run is recorded in {shown(chosen.storage)}."
         why = f"No run matches; there are {len(statuses):,}." if statuses else none
         return Answer({"storage": chosen.storage, "runs": []}, lambda: [] if form.quiet else [Text(why)])
-    is_grouped = not (sweep or state or filters)
-    wanted = [*(condition.name for condition in filters), sort.lstrip("-")]
-    return _list(chosen.storage, listed, wanted, is_grouped=is_grouped, bare=form.quiet)
+    wanted = [*(metric for metric, _ in filters), sort.lstrip("-")]
+    return _list(chosen.storage, listed, wanted, bare=form.quiet)
 
 
-def _list(storage: str, listed: Sequence[RunStatus], wanted: Sequence[str], *, is_grouped: bool, bare: bool) -> Answer:
+def _list(storage: str, listed: Sequence[RunStatus], wanted: Sequence[str], *, bare: bool) -> Answer:
     tags = {status.run.id: read_tags(storage, status.run) for status in listed}
     plain = [{**status.to_dict(), **_listed(status.run), "tags": tags[status.run.id]} for status in listed]
-    kept, trials = _grouped(listed) if is_grouped else (listed, {})
-    return Answer(
-        {"storage": storage, "runs": plain}, lambda: _run_lines(kept, tags, wanted, trials)[1 if bare else 0 :]
-    )
+    return Answer({"storage": storage, "runs": plain}, lambda: _run_lines(listed, tags, wanted)[1 if bare else 0 :])
 
 
 @command("""
@@ -241,23 +214,7 @@ def _listed(run: PastRun) -> dict[str, Any]:
 # -- words ------------------------------------------------------------------------------------------------------------
 
 
-def _grouped(listed: Sequence[RunStatus]) -> tuple[list[RunStatus], dict[str, int]]:
-    """The runs without all trials of a sweep but the first one listed; how many there are, by the id of that one."""
-    first: dict[tuple[str, str], str] = {}
-    trials: dict[str, int] = {}
-    kept = []
-    for status in listed:
-        run = status.run
-        stands_for = run.id if run.sweep is None else first.setdefault((run.name, run.sweep), run.id)
-        trials[stands_for] = trials.get(stands_for, 0) + 1
-        if stands_for == run.id:
-            kept.append(status)
-    return kept, trials
-
-
-def _run_lines(
-    listed: Sequence[RunStatus], tags: Mapping[str, Sequence[str]], wanted: Sequence[str], trials: Mapping[str, int]
-) -> list[Text]:
+def _run_lines(listed: Sequence[RunStatus], tags: Mapping[str, Sequence[str]], wanted: Sequence[str]) -> list[Text]:
     columns: dict[str, list[str]] = {
         "run": [status.run.id[:SHORT_ID] for status in listed],
         "name": [status.run.run_name or status.run.name for status in listed],
@@ -268,7 +225,7 @@ def _run_lines(
     metrics = _metric_columns([status.run for status in listed], wanted)
     columns |= {name: [number_words(status.run.metrics.get(name)) for status in listed] for name in metrics}
     columns[""] = [
-        ", ".join(filter(None, (*(f"#{tag}" for tag in tags[run.id]), *_of_sweep(run, trials), status.where)))
+        ", ".join(filter(None, (*(f"#{tag}" for tag in tags[run.id]), _of_sweep(run), status.where)))
         for status in listed
         for run in (status.run,)
     ]
@@ -284,13 +241,8 @@ def _run_lines(
     return table(rows, styles, right=frozenset(index for index, name in enumerate(columns) if name in metrics))
 
 
-def _of_sweep(run: PastRun, trials: Mapping[str, int]) -> list[str]:
-    """A note about a trial; about the number of trials, if it stands for others."""
-    if run.sweep is None:
-        return []
-    number = f"trial {run.record.get('trial')} of sweep {run.sweep}"
-    count = trials.get(run.id, 1)
-    return [number if count == 1 else f"{number}, and {count - 1} more: trainflow runs --sweep {run.sweep}"]
+def _of_sweep(run: PastRun) -> str:
+    return "" if run.sweep is None else f"trial {run.record.get('trial')} of sweep {run.sweep}"
 
 
 def _metric_columns(runs: Iterable[PastRun], wanted: Sequence[str]) -> list[str]:

@@ -137,14 +137,14 @@ def obstacles(path: Path, *overrides: str, found: tuple[Any, ...] = (ESTIMATE,),
 
 def test_a_split_that_does_not_exist_is_found_and_what_the_recipe_raises(path: Path) -> None:
     [found] = obstacles(path, "predict.split=tset")
-    assert (found.field, found.is_fatal) == ("predict.split", True)
+    assert found.field == "predict.split"
     assert "Did you mean 'test'?" in str(found.remedy)
     # A training split ends the forecast.
     ended = obstacles(path, "train.train_split=trian", found=(), error=CodeError("unreached"))
     assert [each.field for each in ended] == ["train.train_split"]
     error = CodeError("KeyError: 'width'", field="build_model", remedy="Mend it.")
     [raised] = obstacles(path, found=(), error=error)
-    assert (raised.what, raised.remedy, raised.is_fatal) == ("KeyError: 'width'", "Mend it.", True)
+    assert (raised.what, raised.remedy) == ("KeyError: 'width'", "Mend it.")
 
 
 def test_a_disk_that_is_too_small_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -177,24 +177,19 @@ def test_a_folder_that_cannot_be_published_to_is_found_and_nothing_is_left(path:
     (tmp_path / "file").write_text("in the way")
     for target in (tmp_path / "file", tmp_path / "file" / "models", Path("/proc/models")):
         [found] = obstacles(path, f"publish.to={target}")
-        assert (found.field, found.value, found.is_fatal) == ("publish.to", str(target), True)
+        assert (found.field, found.value) == ("publish.to", str(target))
         assert found.what.startswith("Cannot write there: ")
         assert found.remedy
     assert obstacles(path, f"publish.to={tmp_path / 'file'}", "publish.enabled=false") == []
 
 
-def test_servers_that_do_not_answer_are_found_and_that_of_mlflow_is_not_fatal(
-    path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_store_that_does_not_answer_is_found(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     away = {"ENDPOINT_URL": "http://127.0.0.1:9", "ACCESS_KEY_ID": "a", "SECRET_ACCESS_KEY": "b", "MAX_ATTEMPTS": "1"}
     for name, value in away.items():
         monkeypatch.setenv(f"AWS_{name}", value)
     [store] = obstacles(path, "publish.to=s3://bucket/models")
-    assert (store.field, store.value, store.is_fatal) == ("publish.to", "s3://bucket/models", True)
+    assert (store.field, store.value) == ("publish.to", "s3://bucket/models")
     assert "does not answer" in store.what
-    [mlflow] = obstacles(path, "tracking.enabled=true", "tracking.uri=http://127.0.0.1:9")
-    assert (mlflow.field, mlflow.value, mlflow.is_fatal) == ("tracking.uri", "http://127.0.0.1:9", False)
-    assert "Connection refused" in mlflow.what
 
 
 # -- launches that are announced --------------------------------------------------------------------------------------

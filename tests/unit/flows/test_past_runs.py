@@ -276,9 +276,9 @@ def test_attempts_are_listed_with_their_errors(tmp_path: Path) -> None:
 def test_conditions_and_orders_are_read_or_refused(tmp_path: Path) -> None:
     nightly(str(tmp_path), 3)
     record_run(str(tmp_path), "f" * 16, day=4)
-    assert parse_filter("test_accuracy >= 0.9").accepts({"test_accuracy": 0.9})
-    assert not parse_filter("test_accuracy<0.9").accepts({})
-    for condition in ("test_accuracy", "a>=b", ">=0.9"):
+    name, required = parse_filter("test_accuracy >= 0.9")
+    assert (name, required.is_met(0.9), required.is_met(float("nan"))) == ("test_accuracy", True, False)
+    for condition in ("test_accuracy", "a>=b", ">=0.9", "a!=0.9"):
         with pytest.raises(ConfigError, match="a metric, a comparison and a number"):
             parse_filter(condition)
     statuses = look(str(tmp_path))
