@@ -38,6 +38,7 @@ _ROWS = 20_000  # that are looked at
 _AMOUNTS = ("price", "sales", "saleprice")
 _LABELS = (
     *("label", "labels", "target", "class", "y", "outcome", "churn", "churned", "survived", "diagnosis", "result"),
+    *("sentiment", "species"),
     *_AMOUNTS,
 )
 _ID = re.compile(r"(?i:(.*[_\s.-])?(id|key|uuid|nr|number)|index)|.*[a-z](ID|Id|Nr)")
@@ -180,11 +181,24 @@ class Guesses(Guess):
             raise DataError(what, field="--from", remedy="Write a table, or one JSON object a row.")
         named = (lower[name] for name in _LABELS if name in lower)
         known = next((name for name in named if len(set(self._table.columns[name])) > 1), None)
-        usual = [name for name in names if not _ID.fullmatch(name) and len(set(self._table.columns[name])) > 1]
-        usual = [name for name in usual if name not in self._lists]
-        found = known or (usual or names)[-1]
+        usual = [name for name in names if not _ID.fullmatch(name) and name not in self._lists]
+        usual = [name for name in usual if self._may_be_label(name)]
+        if not (known or usual):
+            left_out = "".join(f" Column {name} has lists or objects." for name in self._table.unread)
+            what = f"No column looks like a label: ids, dates and texts that nearly all differ are none.{left_out}"
+            remedy = "Name it (--label NAME), or choose a recipe and look at its sample: trainflow init NAME --recipe …"
+            raise DataError(what, field="--from", value=", ".join(names), remedy=remedy)
+        found = known or usual[-1]
         self.options["label"] = found, f"guess: {'its name' if known else 'the last column'}"
         return found
+
+    def _may_be_label(self, name: str) -> bool:
+        texts = [str(value) for value in self._table.columns[name] if value is not None]
+        different = set(texts)
+        if len(different) < 2 or looks_like_date(texts[0]):
+            return False
+        few = len(different) <= max(_MOST_NAMES, len(texts) / 2)
+        return few or 2 * sum(_read_number(text) is not None for text in texts) > len(texts)
 
     def _find_recipe(self) -> str:
         for name in self._lists - {self._label}:
@@ -357,7 +371,11 @@ class Guesses(Guess):
         codes, names = (values, []) if values is not None else self._table.codes(name)
         is_class = self.recipe == "tabular-classification"
         labels = self._table.codes(self._label)[0] if is_class else self._table.numbers(self._label)
-        if len(names) > _MOST_NAMES or not np.isfinite(labels.astype(np.float64)).all():
+        if (
+            len(names) > _MOST_NAMES
+            or (is_class and 2 * len(set(labels.tolist())) > len(labels))
+            or not np.isfinite(labels.astype(np.float64)).all()
+        ):
             return 0.0
         if is_class and np.bincount(labels).max() > _ALONE * len(labels):
             return 0.0

@@ -164,8 +164,13 @@ def test_a_model_of_each_kind_learns_what_its_rows_show(tmp_path: Path, kind: st
 @pytest.mark.parametrize("label", ["labels", ["red", "blue"]], ids=["lists", "columns-of-0-and-1"])
 def test_rows_of_several_classes_may_have_none(tmp_path: Path, label: str | list[str]) -> None:
     names: list[list[str]] = [[], ["Red", "blue"], [], ["red"]]
-    marks = [{"red": 0, "blue": "0"}, {"red": True, "blue": 1.0}, {"red": 0.0, "blue": False}, {"red": "1", "blue": 0}]
-    forms = [{"labels": names[row]} if label == "labels" else marks[row] for row in range(4)]
+    marks: list[dict[str, Any]] = [
+        {"red": 0, "blue": "0"},
+        {"red": True, "blue": 1.0},
+        {"red": 0.0, "blue": False},
+        {"red": "1", "blue": 0},
+    ]
+    forms: list[dict[str, Any]] = [{"labels": names[row]} if label == "labels" else marks[row] for row in range(4)]
     rows = "".join(json.dumps({"text": f"row {row}"} | forms[row % 4]) + "\n" for row in range(40))
     case = RecipeCase("text-classification", "data.jsonl", {"text": "text", "label": label, "target": "several"})
     _, splits, data = case.prepare(tmp_path, rows, **({"merge": ["labels"]} if label == "labels" else {}))

@@ -83,6 +83,8 @@ def join_marks(row: Mapping[str, Any], columns: Sequence[str], place: str) -> Ma
     Raises:
         ConfigError: there is no such column. DataError: another value stands there.
     """
+    if not columns:
+        return row
     names = []
     for name in columns:
         if name not in row:
@@ -338,9 +340,8 @@ def read_table(
     with naming_sources(field):
         for place, values in _read_files(addresses, lists, table.notes, reading, bad):
             try:
-                row = unnest(renamed_row(values, rename, place), nested)
+                row = join_marks(unnest(renamed_row(values, rename, place), nested), marks, place)
                 row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
-                row = join_marks(row, marks, place) if marks else row
                 _require_same_columns(table.columns or row, row, place)
             except DataError as error:
                 if bad is None:
@@ -532,9 +533,8 @@ class TableForm:
         Raises:
             DataError: the row has none.
         """
-        renamed = {self._rename.get(column, column): value for column, value in values.items()}
-        renamed = dict(unnest(renamed, [name, *self._marks]))
-        renamed = join_marks(renamed, self._marks, place) if self._marks else renamed
+        named = {self._rename.get(column, column): value for column, value in values.items()}
+        renamed = join_marks(unnest(named, [name, *self._marks]), self._marks, place)
         if name not in renamed:
             what = "there is no such column, and it has the labels"
             raise refuse_row(place, name, f"{what}; {_describe_columns(renamed, name)}")
