@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -55,6 +56,13 @@ _BETWEEN = (";", "|", ",")  # several classes in a cell
 _OFTEN = 0.05  # of the cells have one of them
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _RATINGS = 11  # whole numbers that may be an order
+_OF_TEXTS = (
+    ("preference-optimization", {"prompt", "chosen", "rejected"}),
+    *(("supervised-fine-tuning", names) for names in ({"messages"}, {"conversations"}, {"instruction", "output"})),
+    ("supervised-fine-tuning", {"prompt", "completion"}),
+    ("token-classification", {"words", "tags"}),
+)
+"""Recipes with the columns of their rows."""
 
 
 @dataclass
@@ -179,6 +187,12 @@ class Guesses(Guess):
         if not names:
             what = f"No column has numbers or texts: {', '.join(map(repr, self._table.unread))}."
             raise DataError(what, field="--from", remedy="Write a table, or one JSON object a row.")
+        if odd := next((name for name in self._table.unread if name.lower() in _LABELS), None):
+            what = f"The column '{odd}' has the name of a label, and lists or objects, which are none."
+            remedy = (
+                "Name another (--label NAME). Of spans of characters make words and their tags: docs/recipes/tags.md."
+            )
+            raise DataError(what, field="--from", remedy=remedy)
         named = (lower[name] for name in _LABELS if name in lower)
         known = next((name for name in named if len(set(self._table.columns[name])) > 1), None)
         usual = [name for name in names if not _ID.fullmatch(name) and name not in self._lists]
@@ -407,17 +421,34 @@ def _yaml(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
 
 
+def source_from(folder: Path, address: str) -> tuple[str, str]:
+    """The address of files, absolute, and as a spec in `folder` writes it."""
+    absolute = address if "://" in address else os.path.abspath(address)  # noqa: PTH100 - may be a pattern
+    return absolute, _yaml(min(absolute, absolute if "://" in address else os.path.relpath(absolute, folder), key=len))
+
+
 def guess_spec(folder: Path, address: str, label: str | None) -> dict[str, Any]:
     """The parts of a spec in `folder` for a file, as guessed.yaml.j2 names them. Raises ConfigError, DataError."""
-    absolute = address if "://" in address else os.path.abspath(address)  # noqa: PTH100 - may be a pattern
-    source = min(absolute, absolute if "://" in address else os.path.relpath(absolute, folder), key=len)
+    absolute, source = source_from(folder, address)
     guesses = _guess_images(absolute) if _is_of_images(absolute) else Guesses(address, label)
     return {
         "guesses": guesses,
         "comments": [" ".join(sentence.split()) for sentence in guesses.comments],  # in one line
-        "source": _yaml(source),
+        "source": source,
         "options": [line for name, (value, why) in guesses.options.items() for line in _option(name, value, why)],
     }
+
+
+def find_recipe_of_texts(address: str) -> str | None:
+    """The recipe of rows with conversations, judged answers or tagged words; None: a table, or no file of rows.
+
+    The columns of the first row are those that these recipes know by their usual names.
+    """
+    with suppress(TrainflowError):
+        _, row = next(read_rows(find_row_files([address]), [], Reading(), []), ("", None))
+        names = set(row) if isinstance(row, Mapping) else set()
+        return next((recipe for recipe, columns in _OF_TEXTS if names >= columns), None)
+    return None
 
 
 def _is_of_images(address: str) -> bool:

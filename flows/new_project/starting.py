@@ -84,12 +84,16 @@ def write_project(folder: Path, recipe: str) -> list[Path]:
 
 
 def write_project_for(folder: Path, address: str, label: str | None) -> list[Path]:
-    """Write a spec for a table that is there, with guesses (`from_file`); returns the files. Raises DataError."""
-    from trainflow.flows.new_project.from_file import guess_spec
+    """Write a spec for files that are there, with guesses (`from_file`); returns the files. Raises DataError."""
+    from trainflow.flows.new_project.from_file import find_recipe_of_texts, guess_spec, source_from
 
     check_target(folder, "tabular-classification")
-    guessed = guess_spec(folder.absolute(), address, label)
-    text = _render("guessed.yaml.j2", {"name": folder.absolute().name, **guessed})
+    name, recipe = folder.absolute().name, None if label else find_recipe_of_texts(address)
+    if recipe is None:
+        text = _render("guessed.yaml.j2", {"name": name, **guess_spec(folder.absolute(), address, label)})
+    else:
+        own = {"data": source_from(folder.absolute(), address)[1], "about": f"Learned from {Path(address).name}."}
+        text = _render("pipeline.yaml.j2", {"name": name, "recipe": recipe, **templates()[recipe], **own})
     contents = {"pipeline.yaml": text, "schema.json": _schema(), ".gitignore": _GITIGNORE}
     return _write(folder, {name: content.encode() for name, content in contents.items()})
 

@@ -206,6 +206,10 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
         ), None, "tabular-classification", words) for words in ('ignore: [""]', "missing: mean")),
         (json.dumps([{"text": f"It is {row}", "stars": row % 2, "by": {"name": "x"}} for row in range(90)], indent=2),
          "stars", "tabular-classification", "Column by has lists or objects"),
+        (json.dumps([{"id": row, "conversations": [{"from": "human", "value": "hi"}]} for row in range(9)]), None,
+         "supervised-fine-tuning  # one of trainflow's own; a file of yours is recipe.py", 'sources: ["../data.json"]'),
+        ("created,id,kind,text\n" + "".join(f"2024-01-{1 + row % 28},{row},{'ab'[row % 2]},a b c {row}\n"
+         for row in range(90)), None, "tabular-classification", "label: kind  # guess: the last column"),
         ("x,a,b,c\n" + "".join(f"{row},{row % 2},{row // 3 % 2},{row // 5 % 2}\n" for row in range(60)), None,
          "tabular-classification", "Columns a, b, c have 0 and 1. If several are labels, write label: [A, B]"),
         ("SalePrice,x\n" + "".join(f"{row % 5}.{row:02},{row}\n" for row in range(12)), None,
@@ -227,16 +231,24 @@ def test_the_recipe_and_what_looks_wrong_are_guessed_from_the_rows(
     assert words in text
 
 
-def test_a_table_without_rows_or_the_column_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "data.csv").write_text("x,label\n")
-    with pytest.raises(TrainflowError, match="no rows"):
-        starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), None)
-    (tmp_path / "data.csv").write_text("x,label\n1,a\n")
-    with pytest.raises(TrainflowError, match='Did you mean "label"'):
-        starting.write_project_for(tmp_path / "new", str(tmp_path / "data.csv"), "labels")
-    (tmp_path / "coco.json").write_text('{"images": [{"id": 1}], "categories": [{"id": 1}]}')
-    with pytest.raises(TrainflowError, match="No column has numbers or texts: 'images', 'categories'"):
-        starting.write_project_for(tmp_path / "new", str(tmp_path / "coco.json"), None)
-    with pytest.raises(TrainflowError, match="no such file"):
-        starting.write_project_for(tmp_path / "new", str(tmp_path / "nothing.csv"), None)
+@pytest.mark.parametrize(
+    ("file", "content", "label", "words"),
+    [
+        ("data.csv", "x,label\n", None, "no rows"),
+        ("data.csv", "x,label\n1,a\n", "labels", 'Did you mean "label"'),
+        ("coco.json", '{"images": [{"id": 1}], "categories": [{"id": 1}]}', None,
+         "No column has numbers or texts: 'images', 'categories'"),
+        ("data.csv", None, None, "no such file"),
+        ("doccano.jsonl", '{"text": "Anna", "label": [[0, 4, "PER"]]}\n' * 2, None, "'label' has the name of a label"),
+        ("log.csv", "when,id\n" + "".join(f"2024-01-{day:02},{day}\n" for day in range(1, 29)), None,
+         "No column looks like a label"),
+    ],
+)  # fmt: skip
+def test_files_in_which_no_label_is_found_are_refused(
+    tmp_path: Path, file: str, content: str | None, label: str | None, words: str
+) -> None:
+    if content is not None:
+        (tmp_path / file).write_text(content)
+    with pytest.raises(TrainflowError, match=words):
+        starting.write_project_for(tmp_path / "new", str(tmp_path / file), label)
     assert not (tmp_path / "new").exists()
