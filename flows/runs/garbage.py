@@ -20,13 +20,12 @@ from typing import Literal
 from urllib.parse import unquote, urlsplit
 
 from trainer_lib.base.json_text import BrokenSealError
-from trainer_lib.checkpoint.catalogue import delete_leftovers, list_uncommitted
 from trainer_lib.errors import DamagedError, InfrastructureError, StorageError, TrainflowError, first_line
 from trainer_lib.locks.lease import Lease, acquire_lease, find_holder
 from trainer_lib.locks.removal import REMOVING, announce_removal, list_readers, remove_run, withdraw_removal
 from trainer_lib.secrets import MASK, mask
 from trainer_lib.storage import Store
-from trainer_lib.storage.commit import COMMIT, withdraw_folder
+from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.records.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs, raise_damage
 from trainflow.flows.runs.heartbeat import read_signs
 from trainflow.flows.stages import stage_names
@@ -190,7 +189,7 @@ CHECKPOINTS = "checkpoints"
 _AT_ONCE = 16
 _log = logging.getLogger(__name__)
 
-Kind = Literal["run", "stage", "checkpoints", "publication"]
+Kind = Literal["run", "stage", "publication"]
 
 
 @dataclass(frozen=True)
@@ -198,8 +197,7 @@ class Item:
     """One folder that can go, and why.
 
     Attributes:
-        kind: "run" (a record), "stage" (a result, or what attempts left), "checkpoints" (of interrupted saves) or
-            "publication" (of an interrupted or limited run).
+        kind: "run" (a record), "stage" (a result, or what attempts left) or "publication" (of a limited run).
         folder: of a stage its name and the folder's.
     """
 
@@ -268,9 +266,6 @@ def find_garbage(
         if of_stage not in staying:
             why = f"only {named[of_stage]} refers to it" if of_stage in named else "no run refers to it"
             _add_stage(garbage, store, of_stage, why)
-        elif left := _uncommitted_checkpoints(store):
-            garbage.items.append(Item("checkpoints", store, left, "left by an interrupted save", of_stage))
-    _add_publications(garbage, root)
     _add_limited(garbage, storage)
     removed = tuple(f"{item.store.url}/" for item in garbage.items)
     links = (f"{root.url.rstrip('/')}/{path}" for path in root.links())
@@ -343,25 +338,6 @@ def _reader_of(store: Store) -> str | None:
     return next((str(reader) for place in places for reader in list_readers(place)), None)
 
 
-def _uncommitted_checkpoints(store: Store) -> int:
-    """Bytes that interrupted saves left in a stage's folder in which no process works."""
-    root = store.child(CHECKPOINTS)
-    names = list_uncommitted(root)
-    return sum(_size(root.child(name)) for name in names) if names and find_holder(store) is None else 0
-
-
-def _add_publications(garbage: Garbage, root: Store) -> None:
-    """Add what a publication left that was stopped before its commit."""
-    for name in root.children("hub"):
-        target = root.child("hub", name)
-        revisions = target.child("revisions")
-        open_ones = [revision for revision in revisions.children() if not revisions.exists(f"{revision}/{COMMIT}")]
-        if open_ones and find_holder(target) is None:
-            for revision in open_ones:
-                store = revisions.child(revision)
-                garbage.items.append(Item("publication", store, _size(store), "left by an interrupted publication"))
-
-
 def _add_limited(garbage: Garbage, storage: str) -> None:
     """Add the results of runs with `--limit` that have ended."""
     root = Store.open(storage)
@@ -421,8 +397,7 @@ def remove_garbage(
         for item in _remove_stages(batch, lambda: _references_now(storage, config, skip_registry)):
             note(item)
     for item in garbage.items:
-        is_gone = item.kind == "checkpoints" and _remove_checkpoints(item.store)
-        if is_gone or (item.kind == "publication" and _remove_publication(item.store)):
+        if item.kind == "publication" and _remove_publication(item.store):
             note(item)
     return removed
 
@@ -480,25 +455,10 @@ def _leave(item: Item, lease: Lease) -> None:
         lease.release()
 
 
-def _remove_checkpoints(store: Store) -> bool:
-    lease = acquire_lease(store, wait=lambda: True)
-    if lease is None:
-        return False
-    with lease:
-        return bool(delete_leftovers(store.child(CHECKPOINTS)))
-
-
-def _remove_publication(store: Store) -> bool:
-    parent, _, name = store.url.rstrip("/").rpartition("/")
-    target = Store.open(parent.removesuffix("/revisions")) if name[:5].isdigit() else store
+def _remove_publication(target: Store) -> bool:
     lease = acquire_lease(target, wait=lambda: True)
     if lease is None:
         return False
     with lease:
-        if target is not store and store.exists(COMMIT):
-            return False  # it was finished meanwhile
-        if target is store:
-            store.child("revisions").delete_tree()
-        else:
-            withdraw_folder(store)
+        target.child("revisions").delete_tree()
     return True
