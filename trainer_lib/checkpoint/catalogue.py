@@ -249,10 +249,8 @@ class Foreign:
     remedy: str
 
 
-_OF_TRANSFORMERS = Foreign(
-    "a checkpoint of the transformers Trainer",
-    "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed.",
-)
+IMPORT = "`trainflow checkpoints import SOURCE DESTINATION --model FILE.py:FUNCTION` converts it for a resume."
+_OF_TRANSFORMERS = Foreign("a checkpoint of the transformers Trainer", IMPORT)
 _OF_OTHERS = Foreign(
     "a folder of another program",
     "Its pickles are never loaded, because they can run any code. Export its weights as safetensors with the program "
@@ -276,9 +274,8 @@ def _match(names: Iterable[str], signs: Iterable[str]) -> bool:
 def require_importable(store: Store) -> None:
     """Refuse a folder in which the transformers Trainer wrote no checkpoint, by the names in it."""
     if store.exists(COMMIT):
-        raise refuse_source(
-            store, "The folder is already a checkpoint of trainflow.", "Resume from it, or copy the folder."
-        )
+        what = "The folder is already a checkpoint of trainflow."
+        raise refuse_source(store, what, "Resume from it, or copy the folder.")
     known = recognise_folder(store)
     if known is not _OF_TRANSFORMERS:
         what = f"There is {known.what}" if known else "There is no checkpoint"

@@ -45,10 +45,7 @@ _GROWING_LIMIT = 512 * 2**20
 """The limit for the trainer's state, which grows with every log, and for the index over the shards."""
 _RANK_LIMIT = 1_000_000
 _NOT_COMMITTED = "The folder holds no committed checkpoint"
-_HOW_TO_LIST = (
-    "A folder without COMMIT.json was not finished, or holds a model alone. `trainflow checkpoints list` shows the "
-    "checkpoints that were finished."
-)
+_HOW_TO_LIST = "A folder without COMMIT.json is unfinished, or a model alone: see `trainflow checkpoints list`."
 _READ_AT_ONCE = frozenset((layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS))
 """Files that opening a checkpoint reads already."""
 

@@ -294,9 +294,8 @@ def _check_kind(store: Store) -> set[str]:
         remedy = "Copy the folder with the files in their places (cp -rL) if you trust it."
         raise DamagedError(what, field=f"{store.url}/{links[0]}", remedy=remedy)
     if "trainer_state.json" not in names:
-        raise refuse_source(
-            store, "The folder has no trainer_state.json, so its step is unknown.", "Name a complete checkpoint."
-        )
+        what = "The folder has no trainer_state.json, so its step is unknown."
+        raise refuse_source(store, what, "Name a complete checkpoint.")
     for name in ("optimizer.pt", "scheduler.pt"):
         if name not in names:
             what = f"The folder has no {name}: it holds the model only, or shards of FSDP or DeepSpeed."

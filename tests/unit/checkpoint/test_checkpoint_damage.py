@@ -149,7 +149,7 @@ def test_a_pipe_or_an_endless_file_in_the_place_of_the_commit_holds_nobody_up(ro
     commit = root / "checkpoint-2" / COMMIT
     commit.unlink()
     os.mkfifo(commit)
-    with bounded(50), pytest.raises(ConfigError, match=r"no committed checkpoint\. .*was not finished"):
+    with bounded(50), pytest.raises(ConfigError, match=r"no committed checkpoint\. .*is unfinished"):
         load(root)
     commit.unlink()
     commit.symlink_to("/dev/zero")

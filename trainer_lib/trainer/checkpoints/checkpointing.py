@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.checkpoint.catalogue import (
+    IMPORT,
     CheckpointInfo,
     delete_leftovers,
     list_checkpoints,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 _log = logging.getLogger(__name__)
-IMPORT = "`trainflow checkpoints import SOURCE DESTINATION` makes a checkpoint of it that can be resumed."
 
 
 @dataclass(frozen=True)

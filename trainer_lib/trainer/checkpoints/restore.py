@@ -14,7 +14,13 @@ from torch.optim import Optimizer
 
 from trainer_lib.arguments.configs.parallelism_config import Grid
 from trainer_lib.callbacks.base import TrainerCallback
-from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints, list_foreign, set_aside_damaged
+from trainer_lib.checkpoint.catalogue import (
+    IMPORT,
+    find_newest_intact,
+    list_checkpoints,
+    list_foreign,
+    set_aside_damaged,
+)
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
@@ -28,7 +34,6 @@ from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.state import TrainerControl, TrainerState, has_exportable_state
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
-from trainer_lib.trainer.checkpoints.checkpointing import IMPORT
 from trainer_lib.trainer.checkpoints.snapshots import decoded
 from trainer_lib.trainer.model import models
 from trainer_lib.trainer.model.seeding import part_seeds, restore_seeds, set_seed
