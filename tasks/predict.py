@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from trainer_lib.base.suggestions import counted
-from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.shared_parts import CLAIMS
 from trainer_lib.protocol.requests import PredictRequest, PreparedSplit
@@ -49,7 +49,7 @@ def _predict_parts(
 ) -> StageOutput:
     """Have each worker pull parts, so that a fast one does more, and those of a lost one are taken over."""
     split = request.data.splits.get(request.split) or PreparedSplit(0)  # the worker names a split that is not there
-    parts = split_parts(attempt.store, request.split, rows=split.rows, rows_per_file=request.rows_per_file)
+    parts = SplitParts(attempt.store, request.split, rows=split.rows, rows_per_file=request.rows_per_file)
     if split.rows > MOST_FILES * request.rows_per_file:
         what = f"The predictions would be more than {MOST_FILES:,} files."
         remedy = f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {counted(split.rows, 'row')}."

@@ -12,7 +12,7 @@ from torch.utils.data import Subset
 
 from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.given_rows import in_order, longest_first, require_column
-from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
@@ -39,7 +39,7 @@ def run(work: Work[PredictRequest]) -> PartsResult:
     trainer = build_trainer(work, args, model, [])
     if request.sort_by is not None:
         require_column(split.column_names, request.sort_by, field="predict.sort_by")
-    parts = split_parts(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
+    parts = SplitParts(store, request.split, rows=len(split), rows_per_file=request.rows_per_file)
     written = rows = 0
     with SharedParts(store, parts, total=parts.total) as shared:
         for part in shared:

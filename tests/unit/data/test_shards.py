@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trainer_lib.data.rows.column import Column
 from trainer_lib.data.rows.given_rows import GivenRows, parse_text
-from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.shards import ArrowSplit, FileCache, write_split
 from trainer_lib.data.rows.source_parts import MOST, describe_unusual
@@ -264,9 +264,9 @@ def test_any_rows_come_back(tmp_path_factory: pytest.TempPathFactory, rows: list
 
 # ------------------------------------------------------------------------------------------------- predictions
 def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
-    parts = split_parts(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
+    parts = SplitParts(Store.open(tmp_path), "test", rows=25, rows_per_file=10)
     assert [parts.row_range(part) for part in range(parts.total)] == [(0, 10), (10, 20), (20, 25)]
-    parts = split_parts(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
+    parts = SplitParts(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
     columns: dict[str, Any] = {
         "prediction": np.array([1, 2, 3]),
         "label": ["a", "b", "c"],
@@ -283,9 +283,9 @@ def test_predictions_are_read_back_with_their_row_ids(tmp_path: Path) -> None:
 
 def test_a_damaged_or_differently_cut_part_counts_as_unfinished(tmp_path: Path) -> None:
     store = Store.open(tmp_path)
-    parts = split_parts(store, "test", rows=5, rows_per_file=5)
+    parts = SplitParts(store, "test", rows=5, rows_per_file=5)
     entry = write_split_predictions(parts, 0, np.arange(5), {"p": np.arange(5)}, split="test")
-    assert not split_parts(store, "test", rows=5, rows_per_file=2).is_finished(0)
+    assert not SplitParts(store, "test", rows=5, rows_per_file=2).is_finished(0)
     content = (tmp_path / entry.path).read_bytes()
     (tmp_path / entry.path).write_bytes(content[:-1])
     assert not parts.is_finished(0)
@@ -307,7 +307,7 @@ def test_a_damaged_or_differently_cut_part_counts_as_unfinished(tmp_path: Path) 
     ],
 )
 def test_columns_that_cannot_be_written_are_named(tmp_path: Path, columns: dict[str, Any], what: str) -> None:
-    parts = split_parts(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
+    parts = SplitParts(Store.open(tmp_path), "test", rows=3, rows_per_file=10)
     with pytest.raises(DataError, match=what):
         write_split_predictions(parts, 0, np.arange(3), columns, split="test")
     assert not (tmp_path / "predictions").exists()

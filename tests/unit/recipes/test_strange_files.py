@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.row_files import RowReader
 from trainer_lib.data.rows.row_sources import describe_hidden, find_row_files
@@ -171,7 +171,7 @@ def predict(folder: Path, split: str, rows: list[dict[str, Any]]) -> list[dict[s
     store = Store.open(folder)
     splits, files = write_split(store, split, rows)
     kept = ArrowSplit({"url": store.url, "files": list(map(asdict, files)), "splits": {split: splits}}, split)
-    parts = split_parts(store, split, rows=len(rows), rows_per_file=99)
+    parts = SplitParts(store, split, rows=len(rows), rows_per_file=99)
     columns = {"x": [row["x"] for row in rows]}
     entry = write_split_predictions(parts, 0, kept.row_ids(0, len(kept)), columns, split=split)
     return pq.read_table(folder / entry.path).to_pylist()  # type: ignore[no-any-return]

@@ -19,7 +19,7 @@ from tests.support import tiny
 from tests.support.launched import request
 from tests.support.tiny import ARGS, RECIPE, run
 from trainer_lib.checkpoint.catalogue import list_checkpoints
-from trainer_lib.data.rows.parts import split_parts
+from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import CodeError, ConfigError, DamagedError, DataError
 from trainer_lib.protocol.footprint import Estimate, Probe
@@ -175,7 +175,7 @@ def test_predict_writes_every_row_once_and_keeps_finished_parts(tmp_path: Path, 
     assert pq.read_table(parts[0])["prediction"].to_pylist() == [int(b > a) for a, b in scores]
     kept = parts[1].stat().st_mtime_ns
     parts[0].unlink()
-    split_parts(Store.open(output), "test", rows=25, rows_per_file=10).forget_damaged()
+    SplitParts(Store.open(output), "test", rows=25, rows_per_file=10).forget_damaged()
     again = tiny.run(asked, kind="in_process")
     assert (again.parts, again.rows, len(list(parts[0].parent.iterdir()))) == (1, 10, 3)
     assert parts[1].stat().st_mtime_ns == kept

@@ -164,33 +164,29 @@ class NumberedParts(Parts):
         return entry
 
 
-class RangedParts(NumberedParts):
-    """Parts of fixed ranges of rows; the last one may have fewer rows.
+class SplitParts(NumberedParts):
+    """The files with a split's predictions below a stage's folder.
 
     Args:
-        rows: of all parts.
-        rows_per_part: of each but the last.
+        rows: of the split.
+        rows_per_file: of each but the last.
 
     Attributes:
         total: the number of parts.
     """
 
-    def __init__(self, store: Store, folder: str, ending: str, *, rows: int, rows_per_part: int) -> None:
-        super().__init__(store, folder, f"part-{{:05d}}.{ending}", lambda part: {"rows": list(self.row_range(part))})
-        self._rows, self._rows_per_part = rows, rows_per_part
-        self.total = -(-rows // rows_per_part)
+    def __init__(self, store: Store, split: str, *, rows: int, rows_per_file: int) -> None:
+        folder, name = f"{FOLDER}/{split}", "part-{:05d}.parquet"
+        super().__init__(store, folder, name, lambda part: {"rows": list(self.row_range(part))})
+        self._rows, self._rows_per_file = rows, rows_per_file
+        self.total = -(-rows // rows_per_file)
 
     def row_range(self, part: int) -> tuple[int, int]:
         """The rows [start, stop) of a part."""
-        start = part * self._rows_per_part
-        return start, min(start + self._rows_per_part, self._rows)
+        start = part * self._rows_per_file
+        return start, min(start + self._rows_per_file, self._rows)
 
 
 def numbered_parts(store: Store, key: str, file_format: str) -> NumberedParts:
     """The files of the predictions below `store`; a file that was made under another key is not one of them."""
     return NumberedParts(store, FOLDER, f"part-{{:05d}}.{file_format}", lambda part: {"key": key, "part": part})
-
-
-def split_parts(store: Store, split: str, *, rows: int, rows_per_file: int) -> RangedParts:
-    """The files with a split's predictions below a stage's folder."""
-    return RangedParts(store, f"{FOLDER}/{split}", "parquet", rows=rows, rows_per_part=rows_per_file)

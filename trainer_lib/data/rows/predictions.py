@@ -17,7 +17,7 @@ import pyarrow.parquet as pq
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.columns import ROW_ID
-from trainer_lib.data.rows.parts import ERROR, NumberedParts, RangedParts
+from trainer_lib.data.rows.parts import ERROR, NumberedParts, SplitParts
 from trainer_lib.errors import DataError
 from trainer_lib.storage import FileEntry, Store
 
@@ -25,7 +25,7 @@ Values = Sequence[Any] | np.ndarray  # one per row
 
 
 def write_split_predictions(
-    parts: RangedParts, part: int, row_ids: np.ndarray, columns: Mapping[str, Values], *, split: str
+    parts: SplitParts, part: int, row_ids: np.ndarray, columns: Mapping[str, Values], *, split: str
 ) -> FileEntry:
     """Write a part of a split's predictions.
 
