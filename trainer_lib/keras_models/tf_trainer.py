@@ -227,9 +227,8 @@ class TFTrainer(Trainer):
             self._trainflow_wrap_optimizer()
             self._trainflow.engine.take_optimizers((self.optimizer, self.lr_scheduler))
         _warn_of_compiled(keras, self.model, is_ours=self.optimizer is None)
-        reporters = [self.args.report_to] if isinstance(self.args.report_to, str) else list(self.args.report_to or ())
         for name, set_up in (("wandb", self.setup_wandb), ("comet_ml", self.setup_comet)):
-            if name in reporters:
+            if name in (self.args.report_to or ()):
                 set_up()
 
     @override

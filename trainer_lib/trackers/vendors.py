@@ -271,6 +271,8 @@ OURS: dict[str, type[ReporterCallback]] = {
 def vendor_callback(reporter: str) -> type[TrainerCallback]:
     """The callback that transformers has for a name of `report_to`, guarded. Raises MissingExtraError."""
     _require(reporter)
+    if reporter == "wandb" and "WANDB_RUN_ID" in os.environ:
+        os.environ.setdefault("WANDB_RESUME", "allow")  # wandb would overwrite the run that it names
     # Loaded here: the package behind it may take seconds to import.
     module = importlib.import_module("transformers.integrations.integration_utils")
     return _guarded(reporter, getattr(module, REPORTERS[reporter].callback))

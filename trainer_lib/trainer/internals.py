@@ -103,9 +103,8 @@ class Events:
         trainer = self._trainer
         state = trainer.state if step is None else dataclasses.replace(trainer.state, global_step=step)
         for callback in trainer.callback_handler.callbacks:
-            on_log = getattr(callback, "on_log", None)
-            if is_reporter(callback) and on_log is not None:
-                on_log(trainer.args, state, trainer.control, logs=dict(values), model=trainer.model)
+            if is_reporter(callback):
+                callback.on_log(trainer.args, state, trainer.control, logs=dict(values), model=trainer.model)
 
     def use_state(self, state: TrainerState) -> None:
         """Make `state` the Trainer's."""

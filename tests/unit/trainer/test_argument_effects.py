@@ -338,9 +338,6 @@ def installed(monkeypatch: pytest.MonkeyPatch, name: str) -> Any:
     return package
 
 
-Wandb: Any = WandbCallback  # transformers has no types
-
-
 @pytest.fixture
 def wandb(monkeypatch: pytest.MonkeyPatch) -> tuple[list[dict[str, Any]], list[Any]]:
     """A stand-in for the package: what its runs were asked for, and what was logged."""
@@ -363,8 +360,10 @@ def test_the_run_name_is_what_wandb_is_told_and_a_project_in_vain_is_named(
     wandb: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     asked, logged = wandb
+    monkeypatch.setenv("WANDB_RUN_ID", "an earlier one")
     one = trainer(tmp_path / "out", ROWS, report_to="wandb", project="birds", run_name="first", **LOGGED)
-    assert isinstance(one.callback_handler.callbacks[1], Wandb)
+    assert type(one.callback_handler.callbacks[1]).__bases__ == (WandbCallback,)
+    assert os.environ.pop("WANDB_RESUME") == "allow"  # the run that WANDB_RUN_ID names keeps what it has
     assert "project = birds has no effect without" in caplog.text and "WANDB_PROJECT" in caplog.text
     monkeypatch.setenv("WANDB_PROJECT", "birds")
     one.train()
@@ -372,19 +371,19 @@ def test_the_run_name_is_what_wandb_is_told_and_a_project_in_vain_is_named(
     assert any("train/loss" in values for values in logged)
 
 
-class Samples(Wandb):  # type: ignore[misc]
-    """As wandb's own guide writes a callback: a run opened in `setup`, further values logged by the module."""
-
-    def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
-        super().setup(args, state, model, **kwargs)
-        self._wandb.log({"table": "Classifier"})
-
-    def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **kwargs: Any) -> None:
-        super().on_log(args, state, control, model, {**logs, "more": 1.0}, **kwargs)
-
-
 def test_overrides_of_a_wandb_subclass_take_effect(wandb: Any, tmp_path: Path) -> None:
+    """As wandb's own guide writes a callback: a run opened in `setup`, further values logged by the module."""
     _, logged = wandb
+    base: Any = WandbCallback  # transformers has no types
+
+    class Samples(base):  # type: ignore[misc]
+        def setup(self, args: Any, state: Any, model: Any, **kwargs: Any) -> None:
+            super().setup(args, state, model, **kwargs)
+            self._wandb.log({"table": "Classifier"})
+
+        def on_log(self, args: Any, state: Any, control: Any, model: Any = None, logs: Any = None, **more: Any) -> None:
+            super().on_log(args, state, control, model, {**logs, "more": 1.0}, **more)
+
     trainer(tmp_path, ROWS, callbacks=[Samples()], **LOGGED).train()
     assert {"table": "Classifier"} in logged
     assert all("train/more" in values for values in logged if "train/loss" in values)
