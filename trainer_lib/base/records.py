@@ -1,7 +1,7 @@
 """Frozen dataclasses as JSON and back, strictly: an unknown key, a missing key and a wrong type are typed errors.
 
-This is for messages between our own processes and for our own files. A spec, which people write, is read by pydantic;
-importing that costs a worker a tenth of a second, which these few lines do not.
+This is for messages between our own processes and for our own files. A spec, which people write, is read by pydantic:
+its import costs a worker a tenth of a second, and unknown keys of a nested dataclass it drops without an error.
 """
 
 from __future__ import annotations
