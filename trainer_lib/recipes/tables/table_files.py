@@ -336,9 +336,8 @@ def read_table(
     addresses = _find_addresses(sources, field)
     table = Table([], {})
     own, reading = dict(readers or {}), cells.read_reading(read or {})
-    lists = [name for name, reader in own.items() if reader is cells.read_texts]
     with naming_sources(field):
-        for place, values in _read_files(addresses, lists, table.notes, reading, bad):
+        for place, values in _read_files(addresses, own, table.notes, reading, bad):
             try:
                 row = join_marks(unnest(renamed_row(values, rename, place), nested), marks, place)
                 row = {name: value for name, value in row.items() if name not in ignore} if ignore else row
@@ -393,9 +392,10 @@ def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
 
 
 def _read_files(
-    addresses: Sequence[str], lists: Sequence[str], notes: list[str], reading: Reading, bad: list[DataError] | None
+    addresses: Sequence[str], own: Mapping[str, Reader], notes: list[str], reading: Reading, bad: list[DataError] | None
 ) -> Iterator[tuple[str, Any]]:
     """The rows of the files, behind their places."""
+    lists = [name for name, reader in own.items() if reader is cells.read_texts]
     if not lists:
         yield from read_rows(find_row_files(addresses), notes, reading, bad)
         return
