@@ -396,20 +396,6 @@ class TFTrainer(Trainer):
             self.eval_loss.update_state(loss.mean())
         return logits
 
-    def apply_gradients(
-        self, features: Any, labels: Any, nb_instances_in_global_batch: torch.Tensor | int | None = None
-    ) -> torch.Tensor:
-        """One optimizer step on a batch ``[batch, ...]``, outside `train`; its loss ``[]``. An override is refused."""
-        self.model.train()
-        loss = self.training_step(features, labels, nb_instances_in_global_batch)
-        self._clip_grad_norm(self.model_wrapped)
-        optimizer = self._trainflow.engine.ready_optimizer()
-        optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
-        optimizer.zero_grad()
-        return loss
-
     # -- optimizer and schedule ---------------------------------------------------------------------------------------
 
     @override

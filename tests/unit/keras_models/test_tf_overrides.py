@@ -150,18 +150,6 @@ def test_an_override_that_would_not_be_called_is_refused(name: str, tmp_path: Pa
         trainer(tmp_path, pairs(8), cls=nothing).train()
 
 
-def test_apply_gradients_steps_outside_of_training(tmp_path: Path) -> None:
-    one = trainer(tmp_path, pairs(8), **PLAIN)
-    other = trained(tmp_path / "other", pairs(8), num_train_epochs=1, **PLAIN)
-    x, y = arrays(8)
-    one.create_optimizer_and_scheduler(2)
-    for start in (0, 4):
-        batch = torch.from_numpy(x[start : start + 4]), torch.from_numpy(y[start : start + 4])
-        one.apply_gradients(*batch, 4)
-    for name, value in weights(one).items():
-        np.testing.assert_allclose(value, weights(other)[name], rtol=1e-6, err_msg=name)
-
-
 def test_a_writer_gets_the_log(tmp_path: Path) -> None:
     names: list[str] = []
     nothing = dict.fromkeys(("add_text", "flush"), lambda *_: None)
