@@ -23,8 +23,8 @@ from trainer_lib import TrainingArguments
 from trainer_lib.checkpoint import writer
 from trainer_lib.checkpoint.catalogue import find_newest_intact, list_checkpoints
 from trainer_lib.checkpoint.reader import load_checkpoint
-from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.values import capture_rng
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError, StorageFullError, TrainflowError

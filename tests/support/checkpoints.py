@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, list_checkpoints
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
-from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.sharded import collect_local_parts
 from trainer_lib.checkpoint.snapshot import Snapshot
+from trainer_lib.checkpoint.values import capture_rng
 from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.storage import Store

@@ -25,7 +25,6 @@ from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.catalogue import CheckpointInfo, recognise_folder
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Checkpoint
-from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.sharded import LocalShard, ShardedTensors, build_index, write_shard
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.transformers_checkpoint import (
@@ -35,6 +34,7 @@ from trainer_lib.checkpoint.transformers_checkpoint import (
     read_source,
     read_torch_file,
 )
+from trainer_lib.checkpoint.values import capture_rng, restore_rng
 from trainer_lib.distributed.sharding import LocalPart
 from trainer_lib.errors import DamagedError
 from trainer_lib.locks.claim import WRITING, read_claim

@@ -38,9 +38,8 @@ from torch import Tensor, nn
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.checkpoint.catalogue import refuse_source, require_importable
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
-from trainer_lib.checkpoint.rng import encode_state
 from trainer_lib.checkpoint.tensors import read_safetensors
-from trainer_lib.checkpoint.values import to_json
+from trainer_lib.checkpoint.values import encode_state, to_json
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store

@@ -1,4 +1,4 @@
-"""Python values as JSON and back, exactly: how the state of optimizers and schedules is kept without pickle.
+"""Python values and random states as JSON and back, exactly: how state is kept without pickle.
 
 Plain values, lists and dicts with text keys stand for themselves. What JSON lacks is written as an object with one
 marked key: ``{"__tuple__": [...]}`` is a tuple, ``{"__dict__": [[key, value], ...]}`` a dict with numbers or tuples as
@@ -8,7 +8,9 @@ keys, ``{"__deque__": [items, maxlen]}`` a deque, ``{"__dtype__": "float32"}`` t
 
 from __future__ import annotations
 
+import base64
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -118,3 +120,69 @@ def _require_list(value: Any) -> list[Any]:
     if not isinstance(value, list):
         raise TypeError(f"a list is needed, not {type(value).__name__}")
     return value
+
+
+# -- the global random number generators of this process: Python, NumPy, torch, the device -----------------------------
+
+
+def capture_rng() -> dict[str, Any]:
+    """Capture the states of all global generators; of devices, the current one's."""
+    version, words, gauss = random.getstate()
+    # legacy=True: a tuple, whose parts JSON can hold.
+    kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    state: dict[str, Any] = {
+        "python": [version, list(words), gauss],
+        "numpy": [str(kind), [int(key) for key in keys], int(position), int(has_gauss), float(cached)],
+        "torch": encode_state(torch.get_rng_state()),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = encode_state(torch.cuda.get_rng_state())
+    if torch.backends.mps.is_available():
+        state["mps"] = encode_state(torch.mps.get_rng_state())
+    return state
+
+
+def restore_rng(state: dict[str, Any]) -> None:
+    """Restore what `capture_rng` returned, once all of it is decoded; the state of an absent device is ignored.
+
+    Raises DamagedError when `state` is something else.
+    """
+    try:
+        # Parsed before the first generator is set, so that a malformed state changes none.
+        python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
+        device = {name: _decode_state(state[name]) for name in ("torch", "cuda", "mps") if name in state}
+        random.setstate(python)
+        np.random.set_state(numpy)
+        torch.set_rng_state(device["torch"])
+        if "cuda" in device and torch.cuda.is_available():
+            torch.cuda.set_rng_state(device["cuda"])
+        if "mps" in device and torch.backends.mps.is_available():
+            torch.mps.set_rng_state(device["mps"])
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        remedy = "Use an earlier checkpoint; the state may come from another version of Python, NumPy or torch."
+        raise DamagedError(f"A saved random state cannot be used: {error}.", field="rng", remedy=remedy) from error
+
+
+def _python_state(saved: Any) -> tuple[Any, ...]:
+    version, words, gauss = saved
+    # random.setstate does not look at `gauss`, the spare normal number; a wrong one would fail when it is drawn.
+    if not isinstance(words, list) or not (gauss is None or type(gauss) is float):
+        raise ValueError("Python's state is not a Mersenne Twister's")
+    return version, tuple(words), gauss
+
+
+def _numpy_state(saved: Any) -> tuple[Any, ...]:
+    kind, keys, position, has_gauss, cached = saved
+    # NumPy does not check the position, and would read beyond the 624 words.
+    if not isinstance(keys, list) or len(keys) != 624 or type(position) is not int or not 0 <= position <= 624:
+        raise ValueError("NumPy's state is not a Mersenne Twister's")
+    return kind, np.array(keys, dtype=np.uint32), position, has_gauss, cached
+
+
+def encode_state(state: torch.Tensor) -> str:
+    """Encode a generator's state, a uint8 tensor `[bytes]`, as base64."""
+    return base64.b64encode(state.numpy().tobytes()).decode("ascii")
+
+
+def _decode_state(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

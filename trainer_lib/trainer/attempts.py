@@ -37,7 +37,7 @@ from trainer_lib.arguments.configs.accelerator_config import follows_global_batc
 from trainer_lib.base.memory import empty_device_cache
 from trainer_lib.checkpoint.layout import parse_step
 from trainer_lib.checkpoint.optimizer import restore_optimizer, snapshot_optimizer
-from trainer_lib.checkpoint.rng import capture_rng, restore_rng
+from trainer_lib.checkpoint.values import capture_rng, restore_rng
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import LossSpikeError, OutOfMemoryError, first_line, is_out_of_memory

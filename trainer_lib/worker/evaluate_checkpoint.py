@@ -7,7 +7,7 @@ with as many processes the metrics are equal bit for bit.
 from __future__ import annotations
 
 from trainer_lib.base.records import to_record
-from trainer_lib.checkpoint.rng import restore_rng
+from trainer_lib.checkpoint.values import restore_rng
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest

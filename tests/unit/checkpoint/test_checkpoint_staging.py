@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from tests.support.checkpoints import Net, untrained
-from trainer_lib.checkpoint.rng import capture_rng, restore_rng
 from trainer_lib.checkpoint.snapshot import HostCopy, freeze_snapshot
+from trainer_lib.checkpoint.values import capture_rng, restore_rng
 from trainer_lib.checkpoint.writer import BackgroundSaver
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.errors import ConfigError, DamagedError, OutOfMemoryError

@@ -28,7 +28,7 @@ from tests.support.keras_toys import (
 from tests.support.resuming import prove
 from tests.support.training import losses
 from trainer_lib import TFTrainer
-from trainer_lib.checkpoint.rng import capture_rng
+from trainer_lib.checkpoint.values import capture_rng
 from trainer_lib.errors import ConfigError
 from trainer_lib.trainer.model.seeding import capture_seeds, keep_seeds, part_seeds, restore_seeds
 

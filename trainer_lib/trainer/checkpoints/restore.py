@@ -24,7 +24,7 @@ from trainer_lib.checkpoint.catalogue import (
 from trainer_lib.checkpoint.layout import DATA, OPTIMIZER, SCHEDULER, TRAINER_STATE, rng_file
 from trainer_lib.checkpoint.optimizer import restore_optimizer
 from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_checkpoint
-from trainer_lib.checkpoint.rng import restore_rng
+from trainer_lib.checkpoint.values import restore_rng
 from trainer_lib.data.loading.loader import TrainSource
 from trainer_lib.data.loading.order import derive
 from trainer_lib.distributed.agreement import run_on_all_ranks

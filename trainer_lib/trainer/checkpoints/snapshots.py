@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from trainer_lib.arguments.enums import SaveStrategy
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot, snapshot_optimizer
-from trainer_lib.checkpoint.rng import capture_rng
 from trainer_lib.checkpoint.sharded import digest_copies
 from trainer_lib.checkpoint.snapshot import Snapshot, shard_snapshot
-from trainer_lib.checkpoint.values import from_json, to_json
+from trainer_lib.checkpoint.values import capture_rng, from_json, to_json
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import collect_callback_states
 from trainer_lib.trainer.model import models
