@@ -56,13 +56,15 @@ _BETWEEN = (";", "|", ",")  # several classes in a cell
 _OFTEN = 0.05  # of the cells have one of them
 _IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".gif", ".webp", ".tif", ".tiff"}
 _RATINGS = 11  # whole numbers that may be an order
-_OF_TEXTS = (
-    ("preference-optimization", {"prompt", "chosen", "rejected"}),
-    *(("supervised-fine-tuning", names) for names in ({"messages"}, {"conversations"}, {"instruction", "output"})),
-    ("supervised-fine-tuning", {"prompt", "completion"}),
-    ("token-classification", {"words", "tags"}),
+_OF_TEXTS: Sequence[tuple[set[str], str, dict[str, str]]] = (
+    ({"chosen", "rejected"}, "preference-optimization", {}),
+    *((names, "supervised-fine-tuning", {}) for names in ({"messages"}, {"conversations"}, {"instruction", "output"})),
+    ({"prompt", "completion"}, "supervised-fine-tuning", {}),
+    ({"context", "question", "answers"}, "question-answering", {}),
+    ({"words", "tags"}, "token-classification", {}),
+    ({"tokens", "ner_tags"}, "token-classification", {"options": "words: tokens\nlabel: ner_tags"}),
 )
-"""Recipes with the columns of their rows."""
+"""Columns of rows, their recipe, and what its template does not say."""
 
 
 @dataclass
@@ -439,15 +441,16 @@ def guess_spec(folder: Path, address: str, label: str | None) -> dict[str, Any]:
     }
 
 
-def find_recipe_of_texts(address: str) -> str | None:
-    """The recipe of rows with conversations, judged answers or tagged words; None: a table, or no file of rows.
+def find_recipe_of_texts(address: str) -> tuple[str, dict[str, str]] | None:
+    """The recipe of rows with conversations, judged answers, questions or tagged words, with facts for its template.
 
-    The columns of the first row are those that these recipes know by their usual names.
+    None: a table, or no file of rows. The columns of the first row are those that these recipes know by their usual
+    names.
     """
     with suppress(TrainflowError):
         _, row = next(read_rows(find_row_files([address]), [], Reading(), []), ("", None))
         names = set(row) if isinstance(row, Mapping) else set()
-        return next((recipe for recipe, columns in _OF_TEXTS if names >= columns), None)
+        return next(((recipe, facts) for columns, recipe, facts in _OF_TEXTS if names >= columns), None)
     return None
 
 

@@ -88,12 +88,16 @@ def write_project_for(folder: Path, address: str, label: str | None) -> list[Pat
     from trainflow.flows.new_project.from_file import find_recipe_of_texts, guess_spec, source_from
 
     check_target(folder, "tabular-classification")
-    name, recipe = folder.absolute().name, None if label else find_recipe_of_texts(address)
-    if recipe is None:
+    name, found = folder.absolute().name, None if label else find_recipe_of_texts(address)
+    if found is None:
         text = _render("guessed.yaml.j2", {"name": name, **guess_spec(folder.absolute(), address, label)})
     else:
-        own = {"data": source_from(folder.absolute(), address)[1], "about": f"Learned from {Path(address).name}."}
-        text = _render("pipeline.yaml.j2", {"name": name, "recipe": recipe, **templates()[recipe], **own})
+        recipe, facts = found
+        facts = facts | {
+            "data": source_from(folder.absolute(), address)[1],
+            "about": f"Learned from {Path(address).name}.",
+        }
+        text = _render("pipeline.yaml.j2", {"name": name, "recipe": recipe, **templates()[recipe], **facts})
     contents = {"pipeline.yaml": text, "schema.json": _schema(), ".gitignore": _GITIGNORE}
     return _write(folder, {name: content.encode() for name, content in contents.items()})
 

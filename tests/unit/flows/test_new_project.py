@@ -208,6 +208,10 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
          "stars", "tabular-classification", "Column by has lists or objects"),
         (json.dumps([{"id": row, "conversations": [{"from": "human", "value": "hi"}]} for row in range(9)]), None,
          "supervised-fine-tuning  # one of trainflow's own; a file of yours is recipe.py", 'sources: ["../data.json"]'),
+        ('{"chosen": "a b", "rejected": "b"}\n' * 9, None, "preference-optimization  # one of trainflow's own; a file "
+         "of yours is recipe.py", "description: Learned from data.jsonl."),
+        ('{"tokens": ["a"], "ner_tags": ["O"]}\n' * 9, None, "token-classification  # one of trainflow's own; a file "
+         "of yours is recipe.py", "    words: tokens\n    label: ner_tags\n"),
         ("created,id,kind,text\n" + "".join(f"2024-01-{1 + row % 28},{row},{'ab'[row % 2]},a b c {row}\n"
          for row in range(90)), None, "tabular-classification", "label: kind  # guess: the last column"),
         ("x,a,b,c\n" + "".join(f"{row},{row % 2},{row // 3 % 2},{row // 5 % 2}\n" for row in range(60)), None,
