@@ -23,7 +23,7 @@ from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.search.base import SearchSettings, TrialPruned, TrialRun
 from trainer_lib.search.optuna import OptunaSearch
-from trainer_lib.trackers.vendors import ReporterCallback
+from trainer_lib.trackers.vendors import TrackingCallback
 
 if TYPE_CHECKING:
     from trainer_lib.search.ray_tune import RaySearch
@@ -163,7 +163,7 @@ class TrialRunner:
             trainer._trainflow_set_up(args)
             with contextlib.ExitStack() as stack:
                 for callback in trainer.callback_handler.callbacks:
-                    if isinstance(callback, ReporterCallback):
+                    if isinstance(callback, TrackingCallback):
                         # Otherwise all trials would report into the run of the first.
                         stack.enter_context(callback.another_run())
                 yield

@@ -23,7 +23,7 @@ import logging
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, Protocol, SupportsFloat
 
 from typing_extensions import override
@@ -79,18 +79,33 @@ def numbers_only(logs: Mapping[str, Any]) -> dict[str, float]:
 
 
 class TrackingCallback(TrainerCallback):
-    """Starts the trackers when training starts, passes every log on, and closes them when training ends.
+    """Starts a tracker when training starts, passes every log on, and closes it when training ends.
 
     It acts on rank 0 only. Logs outside of training, such as those of an `evaluate()` afterwards, go to the same run.
-    If the process ends without `on_train_end` because something raised, the trackers are closed at exit as FAILED,
-    or as KILLED after Ctrl-C.
+    If the process ends without `on_train_end` because something raised, the tracker is closed at exit as FAILED,
+    or as KILLED after Ctrl-C. Without a `tracker`, `create` makes it as soon as the arguments are known.
     """
 
-    def __init__(self, trackers: Sequence[Tracker]) -> None:
-        self.trackers = list(trackers)
+    reporter: ClassVar[str]
+
+    def __init__(self, tracker: Tracker | None = None) -> None:
+        if tracker is None:
+            _require(self.reporter)
+        self.tracker = tracker
+        self._is_given = tracker is not None
         self._training = False
         self._started = False
         self._open = False
+
+    def create(self, args: Any) -> Tracker:
+        """Make the tracker; imports its module, and with it the vendor's package, only then."""
+        raise NotImplementedError
+
+    @override
+    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # Made here and not with the first log: a tracker that cannot be made is an error before the first step.
+        if state.is_world_process_zero:
+            self._prepare(args)
 
     @override
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -108,9 +123,7 @@ class TrackingCallback(TrainerCallback):
         if not self._started:  # evaluate() or predict() without train()
             self._start(args, state, resume_step=0, model=kwargs.get("model"))
         self._mark_open()
-        numbers = numbers_only(logs)
-        for tracker in self.trackers:
-            tracker.log(numbers, int(state.global_step))
+        self._prepare(args).log(numbers_only(logs), int(state.global_step))
         if not self._training:
             # No event announces the last evaluation, so every one outside of training closes what it opened.
             self.close("FINISHED")
@@ -120,24 +133,39 @@ class TrackingCallback(TrainerCallback):
         self.close("FINISHED")
 
     def close(self, status: str = "FINISHED") -> None:
-        """Close every tracker as "FINISHED", "FAILED" or "KILLED"; do nothing when none is open."""
+        """Close the tracker as "FINISHED", "FAILED" or "KILLED"; do nothing when it is not open."""
         self._training = False
         if not self._open:
             return
         self._open = False
         atexit.unregister(self._close_at_exit)
-        for tracker in self.trackers:
-            tracker.close(status)
+        if self.tracker is not None:
+            self.tracker.close(status)
+
+    @contextlib.contextmanager
+    def another_run(self) -> Iterator[None]:
+        """Give a run inside this one, such as a trial of a search, a separate tracker, made from its arguments."""
+        kept = self.tracker, self._started
+        if not self._is_given:
+            self.tracker, self._started = None, False
+        try:
+            yield
+        finally:
+            self.tracker, self._started = kept
+
+    def _prepare(self, args: Any) -> Tracker:
+        if self.tracker is None:
+            self.tracker = self.create(args)
+        return self.tracker
 
     def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
-        self._started = True
+        tracker, self._started = self._prepare(args), True
         self._mark_open()
         config = getattr(model, "config", None)
         to_dict = getattr(config, "to_dict", None)
         values = to_dict() if callable(to_dict) else config
         params = {**(values if isinstance(values, Mapping) else {}), **args.to_sanitized_dict()}
-        for tracker in self.trackers:
-            tracker.start(run_name=args.run_name, params=params, resume_step=resume_step)
+        tracker.start(run_name=args.run_name, params=params, resume_step=resume_step)
 
     def _mark_open(self) -> None:
         if not self._open:
@@ -174,49 +202,7 @@ def _require(name: str) -> None:
         raise MissingExtraError(what, field="report_to", value=name, remedy=remedy)
 
 
-class ReporterCallback(TrackingCallback):
-    """A tracker of `trainer_lib.trackers`, made as soon as the arguments are known."""
-
-    reporter: ClassVar[str]
-
-    def __init__(self) -> None:
-        _require(self.reporter)
-        super().__init__([])
-        self._made_here = False  # from the arguments, not by the user
-
-    def create(self, args: Any) -> Tracker:
-        """Make the tracker; imports its module, and with it the vendor's package, only then."""
-        raise NotImplementedError
-
-    @override
-    def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # Made here and not with the first log: a tracker that cannot be made is an error before the first step.
-        if state.is_world_process_zero:
-            self._prepare(args)
-
-    def _prepare(self, args: Any) -> None:
-        if not self.trackers:
-            self.trackers = [self.create(args)]
-            self._made_here = True
-
-    @override
-    def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
-        self._prepare(args)
-        super()._start(args, state, resume_step=resume_step, model=model)
-
-    @contextlib.contextmanager
-    def another_run(self) -> Iterator[None]:
-        """Give a run inside this one, such as a trial of a search, separate trackers, made from its arguments."""
-        kept = self.trackers, self._started
-        if self._made_here:
-            self.trackers, self._started = [], False
-        try:
-            yield
-        finally:
-            self.trackers, self._started = kept
-
-
-class JsonlCallback(ReporterCallback):
+class JsonlCallback(TrackingCallback):
     """Writes `metrics.jsonl` in output_dir."""
 
     reporter = "jsonl"
@@ -231,7 +217,7 @@ class JsonlCallback(ReporterCallback):
         return JsonlTracker(args.output_dir)
 
 
-class MLflowCallback(ReporterCallback):
+class MLflowCallback(TrackingCallback):
     """Logs to MLflow through `trackers.mlflow`."""
 
     reporter = "mlflow"
@@ -243,27 +229,25 @@ class MLflowCallback(ReporterCallback):
         return MLflowTracker(args.output_dir)
 
 
-class TensorBoardCallback(ReporterCallback):
+class TensorBoardCallback(TrackingCallback):
     """Writes TensorBoard's event files, or into a `tb_writer` (a SummaryWriter) of your own, which stays open."""
 
     reporter = "tensorboard"
 
     def __init__(self, tb_writer: Any = None) -> None:
-        super().__init__()
-        if tb_writer is not None:
-            self.trackers = [TensorBoardTracker(None, writer=tb_writer)]
+        super().__init__(None if tb_writer is None else TensorBoardTracker(None, writer=tb_writer))
 
     @property
     def tb_writer(self) -> Any:
         """The `SummaryWriter` in use, for subclasses that write images or texts; None when there is none."""
-        return getattr(next(iter(self.trackers), None), "writer", None)
+        return getattr(self.tracker, "writer", None)
 
     @override
     def create(self, args: Any) -> Tracker:
         return TensorBoardTracker(args.logging_dir or f"{(args.output_dir or '.').rstrip('/')}/runs")
 
 
-OURS: dict[str, type[ReporterCallback]] = {
+OURS: dict[str, type[TrackingCallback]] = {
     cls.reporter: cls for cls in (JsonlCallback, MLflowCallback, TensorBoardCallback)
 }
 

@@ -231,7 +231,7 @@ def _state(step: int, *, zero: bool = True) -> Any:
 
 def test_a_training_is_started_logged_and_closed_and_a_later_evaluation_joins_it() -> None:
     recorder, quiet, alone = Recorder(), Recorder(), Recorder()
-    for callback, zero in ((TrackingCallback([recorder]), True), (TrackingCallback([quiet]), False)):
+    for callback, zero in ((TrackingCallback(recorder), True), (TrackingCallback(quiet), False)):
         callback.on_train_begin(ARGS, _state(5, zero=zero), None)
         callback.on_log(ARGS, _state(6, zero=zero), None, logs={"loss": 1.0, "note": "text"})
         callback.on_train_end(ARGS, _state(6, zero=zero), None)
@@ -244,13 +244,13 @@ def test_a_training_is_started_logged_and_closed_and_a_later_evaluation_joins_it
         ("close", "FINISHED"),
     ]
     assert quiet.told == [], "other ranks track nothing"
-    TrackingCallback([alone]).on_log(ARGS, _state(0), None, logs={"eval_loss": 2.0})
+    TrackingCallback(alone).on_log(ARGS, _state(0), None, logs={"eval_loss": 2.0})
     assert [told[0] for told in alone.told] == ["start", "log", "close"]
 
 
 def test_a_training_that_follows_a_failed_one_closes_that_first() -> None:
     recorder = Recorder()
-    callback = TrackingCallback([recorder])
+    callback = TrackingCallback(recorder)
     callback.on_train_begin(ARGS, _state(0), None)
     callback.on_train_begin(ARGS, _state(0), None)
     callback.on_train_end(ARGS, _state(0), None)
@@ -267,7 +267,7 @@ def test_a_process_that_ends_in_the_middle_says_how(ending: str, status: str) ->
             def close(self, status): print(status)
         args = SimpleNamespace(run_name="r", to_sanitized_dict=dict)
         state = SimpleNamespace(global_step=0, is_world_process_zero=True)
-        TrackingCallback([Telling()]).on_train_begin(args, state, None)
+        TrackingCallback(Telling()).on_train_begin(args, state, None)
         {ending}
     """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)

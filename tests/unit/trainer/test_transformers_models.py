@@ -302,7 +302,7 @@ def test_trackers_get_the_models_configuration_and_the_arguments(tmp_path: Path)
     told: dict[str, Any] = {}
     tracker: Any = SimpleNamespace(log=lambda *_, **__: None, close=lambda *_: None)
     tracker.start = lambda *, params, **_: told.update(params)
-    callbacks = [TrackingCallback([tracker])]
+    callbacks = [TrackingCallback(tracker)]
     trainer(tmp_path, ROWS, model=llama(), max_steps=1, callbacks=callbacks, learning_rate=0.5).train()
     assert (told["model_type"], told["num_hidden_layers"], told["learning_rate"]) == ("llama", 2, 0.5)
 
