@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -214,6 +215,26 @@ def use_schedule(optimizer: Any, schedule: Any) -> None:
         raise refusal("optimizers", message, remedy, schedule)
     if present is not schedule:
         optimizer.learning_rate = schedule
+
+
+def as_writer(writer: Any) -> Any:
+    """A writer with the methods of torch's; one of TensorFlow is wrapped, and stays open. Raises ConfigError."""
+    if callable(getattr(writer, "add_scalar", None)):
+        return writer
+    if not callable(getattr(writer, "as_default", None)):
+        remedy = "Give a SummaryWriter of torch or of TensorFlow."
+        raise refusal("tb_writer", "It has neither add_scalar() nor as_default().", remedy, writer)
+    summary: Any = importlib.import_module("tensorflow").summary  # imported already: it made the writer
+
+    def add_scalar(name: str, value: float, step: int) -> None:
+        with writer.as_default():
+            summary.scalar(name, value, step=step)
+
+    def add_text(name: str, text: str) -> None:
+        with writer.as_default():
+            summary.text(name, text, step=0)
+
+    return SimpleNamespace(add_scalar=add_scalar, add_text=add_text, flush=writer.flush)
 
 
 # -- data sets of (features, labels) -----------------------------------------------------------------------------------

@@ -164,7 +164,7 @@ class TFTrainer(Trainer):
         args: the arguments; a basic set with output_dir "tmp_trainer" when not given.
         train_dataset, eval_dataset: data sets; for evaluation also a mapping of them by name.
         compute_metrics: `EvalPrediction -> {name: number}`.
-        tb_writer: a `torch.utils.tensorboard.SummaryWriter` that the log is written to.
+        tb_writer: a `SummaryWriter` of torch or of TensorFlow that the log is written to.
         optimizers: a Keras optimizer and a Keras schedule to use instead of torch's AdamW with a linear decay; the
             schedule may be None. An optimizer and a schedule of torch are taken as well.
         data_collator, model_init, callbacks, further: as of `Trainer`.
@@ -198,7 +198,7 @@ class TFTrainer(Trainer):
     ) -> None:
         refuse_uncalled(type(self), _UNCALLED)
         self._trainflow_package = keras = keras_backend.import_keras()
-        _refuse_other_objects(keras, callbacks, compute_metrics, tb_writer)
+        _refuse_other_objects(keras, callbacks, compute_metrics)
         names = None if args is None else args.label_names
         self._trainflow_collate = PairCollator(data_collator, names or ["labels"])
         self.eval_loss = LossSum()
@@ -209,7 +209,7 @@ class TFTrainer(Trainer):
         if of_keras and model_init is not None:
             message = "The optimizer holds variables of another model: model_init makes a new one for every training."
             raise refusal("optimizers", message, "Override create_optimizer_and_scheduler.")
-        writer = [] if tb_writer is None else [TensorBoardCallback(tb_writer)]
+        writer = [] if tb_writer is None else [TensorBoardCallback(keras_backend.as_writer(tb_writer))]
         super().__init__(
             model=model,
             args=args,
@@ -465,14 +465,11 @@ class TFTrainer(Trainer):
             self.add_callback(callback)
 
 
-def _refuse_other_objects(keras: Any, callbacks: Sequence[Any] | None, compute_metrics: Any, tb_writer: Any) -> None:
+def _refuse_other_objects(keras: Any, callbacks: Sequence[Any] | None, compute_metrics: Any) -> None:
     given = [("callbacks", callback, keras.callbacks.Callback) for callback in callbacks or ()]
     for name, value, kind in (*given, ("compute_metrics", compute_metrics, keras.metrics.Metric)):
         if isinstance(value, kind):
             raise refusal(name, "Objects of Keras for fit() are not called.", _OF_FIT[name], value)
-    if tb_writer is not None and not callable(getattr(tb_writer, "add_scalar", None)):
-        remedy = "Give a torch.utils.tensorboard.SummaryWriter."
-        raise refusal("tb_writer", "The writer has no method add_scalar().", remedy, tb_writer)
 
 
 def _warn_of_compiled(keras: Any, model: Any, *, is_ours: bool) -> None:

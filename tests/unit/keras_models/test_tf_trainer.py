@@ -253,7 +253,7 @@ def tensorflow() -> Any:
 
 @pytest.mark.needs("tensorflow")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # TensorFlow's own
-def test_a_real_data_set_trains_like_a_list_and_resumes(tensorflow: Any, tmp_path: Path) -> None:
+def test_a_real_data_set_trains_like_a_list_resumes_and_a_writer_gets_the_log(tensorflow: Any, tmp_path: Path) -> None:
     def dataset(count: int) -> Any:
         return tensorflow.data.Dataset.from_tensor_slices(arrays(count))
 
@@ -268,8 +268,9 @@ def test_a_real_data_set_trains_like_a_list_and_resumes(tensorflow: Any, tmp_pat
         settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
         return trainer(folder, dataset(22), model=classifier(0.5), callbacks=callbacks, **settings)
 
+    writer = tensorflow.summary.create_file_writer(str(tmp_path / "log"))
     settings = {"train_sampling_strategy": "sequential"}
-    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), **settings)
+    one = trainer(tmp_path / "one", dataset(24), eval_dataset=dataset(12), tb_writer=writer, **settings)
     endless = trainer(tmp_path / "endless", dataset(24), cls=Mine, eval_dataset=dataset(12), max_steps=12)
     other = trainer(tmp_path / "other", pairs(24), eval_dataset=pairs(12), **settings)
     for each in (one, endless, other):
@@ -277,6 +278,11 @@ def test_a_real_data_set_trains_like_a_list_and_resumes(tensorflow: Any, tmp_pat
         assert losses(each) == losses(one)
         assert each.evaluate()["eval_loss"] == pytest.approx(one.evaluate()["eval_loss"])
     assert one.predict(dataset(5)).predictions.tolist() == other.predict(pairs(5)).predictions.tolist()
+    writer.close()
+    reading: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    events = reading.EventAccumulator(str(tmp_path / "log"))
+    events.Reload()
+    assert "train/loss" in events.Tags()["tensors"]
     prove(make, tmp_path / "resumed", 8)
 
 
