@@ -129,6 +129,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
     for stage in all_stages():
         own = getattr(stage.config(spec), "recipe", None)
         field, recipe = (f"{stage.section}.recipe", own) if own else ("recipe", spec.recipe)
+        resolver.closure(recipe, spec.root, field=field)  # raises ConfigError for a file that is not there
         # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
         names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
         wanted = {stage.recipe_function, INSTEAD.get(str(stage.recipe_function))}
