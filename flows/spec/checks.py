@@ -17,7 +17,7 @@ from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.paths import expand_home
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
-from trainer_lib.protocol.recipe_functions import INSTEAD, find_returned_names
+from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
 from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.tasks.configs import LaunchSettings
@@ -129,7 +129,7 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
     for stage in all_stages():
         own = getattr(stage.config(spec), "recipe", None)
         field, recipe = (f"{stage.section}.recipe", own) if own else ("recipe", spec.recipe)
-        resolver.closure(recipe, spec.root, field=field)  # raises ConfigError for a file that is not there
+        _check_signatures(resolver, recipe, spec.root, field)
         # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
         names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
         wanted = {stage.recipe_function, INSTEAD.get(str(stage.recipe_function))}
@@ -139,6 +139,14 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
             remedy = f"Define {stage.recipe_function}; docs/recipes/own.md shows its arguments."
             raise ConfigError(what, field=field, value=recipe, remedy=remedy)
     resolver.check_sources(spec.prepare.sources)
+
+
+def _check_signatures(resolver: Resolver, recipe: str, root: str | None, field: str) -> None:
+    """Refuse functions that cannot be called: those of evaluate would otherwise fail after the training."""
+    files = resolver.closure(recipe, root, field=field)
+    tree = files.trees.get(files.name_of(Path(recipe)))
+    if tree is not None:
+        check_definitions(tree, field=field, value=recipe)
 
 
 def _check_storage(spec: PipelineSpec) -> None:

@@ -58,16 +58,8 @@ _FROM_DATA_WORKER = re.compile(r"(\w+: )?Caught \w+ in DataLoader worker process
 _FRAME_LINE = re.compile(r'^  File "(.+)", line (\d+), in (\S+)$', re.MULTILINE)
 
 
-def check_function(name: str, function: Callable[..., Any], *, path: Path) -> None:
-    """Check that a function of the recipe at `path` can be called as `CALLS` says; an unknown signature passes.
-
-    Raises:
-        ConfigError: it takes other arguments.
-    """
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # some built-in functions have none
-        return
+def check_signature(name: str, signature: inspect.Signature, *, field: str, value: str) -> None:
+    """Raise ConfigError, about the file `value` in `field`, for a function that cannot be called as `CALLS` says."""
     given, last = CALLS[name], LAST.get(name)
     for keywords in ({}, {last: None}) if last else ({},):
         with contextlib.suppress(TypeError):
@@ -77,7 +69,35 @@ def check_function(name: str, function: Callable[..., Any], *, path: Path) -> No
     wanted = ", ".join((*given, last) if last and last != "data" else given)
     shown = signature.replace(return_annotation=inspect.Signature.empty)
     what, remedy = f"{name}{shown} cannot be called as {name}({wanted}).", f"Define it as def {name}({wanted})."
-    raise ConfigError(what, field="recipe", value=str(path), remedy=remedy)
+    raise ConfigError(what, field=field, value=value, remedy=remedy)
+
+
+def refuse_sums(*, field: str, value: str) -> ConfigError:
+    """The error of a recipe with `metric_sums`, which an earlier trainflow called to measure ranges of rows."""
+    remedy = (
+        "Define it as def compute_metrics(p), or as an object with update, compute and reset that keeps no outputs."
+    )
+    return ConfigError("metric_sums() of a recipe is not called any more.", field=field, value=value, remedy=remedy)
+
+
+def check_function(name: str, function: Callable[..., Any], *, field: str, value: str) -> None:
+    """Check a loaded function as `check_signature` does; one whose signature cannot be known passes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # some built-in functions have none
+        return
+    check_signature(name, signature, field=field, value=value)
+
+
+def check_definitions(tree: ast.Module, *, field: str, value: str) -> None:
+    """Check the functions that a recipe's file defines, without running it; decorated ones may take anything."""
+    for node in tree.body:
+        if not isinstance(node, ast.FunctionDef) or node.decorator_list:
+            continue
+        if node.name == "metric_sums":
+            raise refuse_sums(field=field, value=value)
+        if node.name in CALLS:
+            check_signature(node.name, _signature_of(node.args), field=field, value=value)
 
 
 def find_returned_names(tree: ast.Module, name: str) -> list[str] | None:
@@ -99,6 +119,28 @@ def find_returned_names(tree: ast.Module, name: str) -> list[str] | None:
                 names[key.value] = None
         nodes += ast.iter_child_nodes(node)
     return list(names) or None
+
+
+def _signature_of(args: ast.arguments) -> inspect.Signature:
+    positional = [*args.posonlyargs, *args.args]
+    required = len(positional) - len(args.defaults)
+    kinds = inspect.Parameter
+    parameters = [
+        kinds(
+            arg.arg,
+            kinds.POSITIONAL_ONLY if number < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
+            default=kinds.empty if number < required else None,
+        )
+        for number, arg in enumerate(positional)
+    ]
+    parameters += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
+    defaults = [kinds.empty if default is None else None for default in args.kw_defaults]
+    parameters += [
+        kinds(arg.arg, kinds.KEYWORD_ONLY, default=default)
+        for arg, default in zip(args.kwonlyargs, defaults, strict=True)
+    ]
+    parameters += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
+    return inspect.Signature(parameters)
 
 
 # -- what they return -------------------------------------------------------------------------------------------------

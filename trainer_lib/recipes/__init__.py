@@ -180,8 +180,7 @@ class Recipe:
         self.path, self.root, self.fallback = path, root, fallback
         self._module = module
         if self._find("metric_sums") is not None:
-            remedy = "Define compute_metrics(p), or an object with update, compute and reset that keeps no outputs."
-            raise self._refuse("metric_sums() of a recipe is not called any more.", remedy)
+            raise recipe_functions.refuse_sums(field="recipe", value=str(path))
         for name in recipe_functions.CALLS:  # a missing function is reported before any work
             self._check(name, name in needs)
         self.collate = self._optional("collate")
@@ -199,7 +198,7 @@ class Recipe:
         if function is not None and not callable(function):
             raise self._refuse(f"The name {name} is not a function in the recipe.", "Rename it.")
         if function is not None:
-            recipe_functions.check_function(name, function, path=self.path)
+            recipe_functions.check_function(name, function, field="recipe", value=str(self.path))
         elif is_needed and (instead is None or self._find(instead) is None):
             raise self._refuse(f"The recipe has no function {name}().", f"Define {name}; examples show its signature.")
 

@@ -271,6 +271,47 @@ def test_a_variable_of_the_environment_is_named_and_no_file(
 
 
 # ------------------------------------------------------------------------------------------------------------- recipes
+SIGNATURES = [
+    ("prepare(options)", "prepare(options) cannot be called as prepare(options, out)"),
+    ("prepare(options, out, more)", "prepare(options, out, more) cannot be called as"),
+    ("build_model(options)", "build_model(options) cannot be called as build_model(options, data)"),
+    ("collate()", "collate() cannot be called as collate(rows)"),
+    ("compute_metrics(predictions, labels)", "cannot be called as compute_metrics(p)"),
+    ("outcome_pairs(predictions, labels)", "cannot be called as outcome_pairs(p)"),
+    ("preprocess_logits_for_metrics(logits)", "(logits, labels)"),
+    ("compute_loss_func(outputs)", "compute_loss_func(outputs, labels, num_items_in_batch)"),
+    ("callbacks()", "callbacks() cannot be called as callbacks(options)"),
+    ("prediction_columns(predictions)", "(predictions, data)"),
+    ("after_evaluate(model)", "after_evaluate(model, data, options)"),
+    ("collate(rows, *, width)", "collate(rows, *, width) cannot be called as collate(rows)"),
+    ("metric_sums(p)", "metric_sums() of a recipe is not called any more"),
+    ("compute_loss_func(outputs, labels)", None),
+    ("compute_loss_func(outputs, labels, num_items_in_batch=None)", None),
+    ("compute_metrics(p, compute_result=True)", None),
+    ("collate(rows, width=3, /, *more, pad=0, **others)", None),
+    ("collate(*args)", None),
+]
+
+
+@pytest.mark.parametrize(("function", "why"), SIGNATURES)
+def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
+    tmp_path: Path, function: str, why: str | None
+) -> None:
+    spec, own = toy.project(tmp_path), tmp_path / "own.py"
+    if why is None:
+        for cached in ("", "import functools\n\n\n@functools.cache\n"):
+            own.write_text(f"{cached}def {function}:\n    pass\n")
+            load_spec(spec, [f"evaluate.recipe={own}"])
+        return
+    own.write_text(f"def {function}:\n    pass\n")
+    error = refused(spec, f"evaluate.recipe={own}")
+    assert (error.field, error.value) == ("evaluate.recipe", str(own))
+    assert why in error.message
+    assert str(error.remedy).startswith("Define it as def ")
+    own.write_text(f"import functools\n\n\n@functools.cache\ndef {function}:\n    pass\n")
+    load_spec(spec, [f"evaluate.recipe={own}"])  # what a decorator takes is not known
+
+
 TO_BE_SEEN = ("return dict(other=1.0)", 'return {**known, "error": 1.0}', "yield 1")
 RETURNS = 'return {"error": float(abs(p.predictions - p.label_ids).mean())}'
 
