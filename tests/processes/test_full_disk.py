@@ -29,7 +29,9 @@ from tests.support.repository import ROOT
 from trainer_lib.errors import CodeError, StorageFullError, TrainflowError, from_exception
 from trainer_lib.evaluation.prediction_spool import ObjectSpool, PredictionSpool
 from trainer_lib.launch.base import launch
+from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.settings.config import LaunchConfig
+from trainer_lib.worker.process.session import Events
 
 MIB = 1 << 20
 Outcome = dict[str, Any]
@@ -198,6 +200,24 @@ def test_any_error_of_a_full_disk_is_typed(number: int, tmp_path: Path) -> None:
     rust = RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
     assert type(from_exception(rust)) is StorageFullError
     assert type(from_exception(RuntimeError("no space"))) is CodeError
+
+
+def test_an_event_behind_a_line_that_a_full_disk_has_cut_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run_dir = RunDir(tmp_path)
+    events, opened = Events(tmp_path / "events.jsonl", 0), Path.open
+
+    def full(path: Path, mode: str) -> Any:
+        with opened(path, mode) as file:
+            file.write(b'{"event": "lo')
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(Path, "open", full)
+    events.emit("log")
+    monkeypatch.undo()
+    events.emit("warning", message="seen")
+    assert [event["event"] for event in run_dir.read_new_events()] == ["warning"]
 
 
 if __name__ == "__main__":

@@ -117,6 +117,7 @@ class Events:
         self._path = path
         self._rank = rank
         self._sink = sink
+        self._is_torn = False  # a full disk has cut the newest line
 
     def emit(self, event: str, **fields: Any) -> None:
         """Report that something happened. Fields that are None are left out."""
@@ -133,10 +134,12 @@ class Events:
         line = json.dumps(record).encode() + b"\n"
         try:
             with self._path.open("ab") as file:
-                file.write(line)
+                file.write(b"\n" + line if self._is_torn else line)
+            self._is_torn = False
         except OSError as error:
-            if not is_full_disk(error):  # progress that is not shown is not worth the work
+            if not is_full_disk(error):
                 raise
+            self._is_torn = True  # progress that is not shown is not worth the work
 
 
 class Pace:
