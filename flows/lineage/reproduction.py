@@ -48,6 +48,7 @@ class Outcome:
         files: paths with the digests of both runs.
         differences: sentences about results that differ.
         comparison: the two runs, as `trainflow compare` compares them.
+        has_equal_metrics: they are equal, not only within the tolerance.
     """
 
     run: str
@@ -56,13 +57,15 @@ class Outcome:
     tolerance: float | None
     files: list[dict[str, Any]]
     differences: list[str]
+    has_equal_metrics: bool = True
 
     @property
     def verdict(self) -> Verdict:
         """The verdict on the second run."""
         if self.differences:
             return "different"
-        return "same bytes" if all(file["then"] == file["now"] for file in self.files) else "same metrics"
+        are_equal = self.has_equal_metrics and all(file["then"] == file["now"] for file in self.files)
+        return "same bytes" if are_equal else "same metrics"
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
@@ -136,7 +139,7 @@ class Reproduction:
         then, tolerance = {stage: old for stage, old in self._then.items() if stage in now}, self._given
         trained = [side["train"].facts for side in (then, now)]
         devices = {facts.device or _CPU for facts in trained if isinstance(facts, TrainFacts)}
-        if tolerance is None and devices != {_CPU}:
+        if tolerance is None and devices - {_CPU}:
             tolerance = TOLERANCE
         files = [file for stage in _FOLDERS if stage in then for file in _compare_files(then[stage], now[stage])]
         differences = []
@@ -146,11 +149,12 @@ class Reproduction:
             elif file["then"] != file["now"] and (tolerance is None or "evaluate" not in then):
                 differences.append(f"{file['path']} has other bytes")
         old, new = (flat_metrics(side["evaluate"].metrics) if "evaluate" in side else {} for side in (then, now))
-        for name in sorted(old.keys() & new.keys()):
-            pair = (old[name], new[name])
-            if not (math.isclose(*pair, rel_tol=tolerance or 0.0) or all(map(math.isnan, pair))):
+        pairs = {name: (old[name], new[name]) for name in sorted(old.keys() & new.keys())}
+        unequal = {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and not all(map(math.isnan, pair))}
+        for name, pair in unequal.items():
+            if not math.isclose(*pair, rel_tol=tolerance or 0.0):
                 differences.append(f"{name}: {old[name]:.6g} in the run, {new[name]:.6g} here")
-        return Outcome(self.run.id, self._to, comparison, tolerance, files, differences)
+        return Outcome(self.run.id, self._to, comparison, tolerance, files, differences, not unequal)
 
 
 @contextlib.contextmanager

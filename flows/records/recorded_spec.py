@@ -27,6 +27,8 @@ from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.stage.manifest import read_key_fields
 
 _SPEC_BYTES = 1 << 20
+_GONE = {"evaluate": ("rows_per_range",)}
+"""Settings, by their section, that recorded specs have with their defaults and that no spec takes any more."""
 _SOURCE_BYTES = 64 << 20
 
 
@@ -86,6 +88,8 @@ def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:
     except (YamlProblem, UnicodeDecodeError):
         raw, what = None, "cannot be read"
     if isinstance(raw, dict):
+        for section, names in _GONE.items():
+            raw[section] = {name: value for name, value in (raw.get(section) or {}).items() if name not in names}
         return raw
     remedy = "Run the spec itself, which continues as well: trainflow run SPEC."
     raise ConfigError(f"The spec that was recorded with this run {what}.", field="RUN", value=run.id, remedy=remedy)

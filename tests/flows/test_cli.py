@@ -27,6 +27,7 @@ from tests.support import toy
 from tests.support.checkpoints import save
 from tests.support.command import Cli, Done, Running, running, trainflow
 from tests.support.imported import peer_run
+from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE
 from tests.support.tiny_models import llama, lm_rows
@@ -567,7 +568,8 @@ def test_leftovers_of_a_folder_that_a_run_holds_stay(tmp_path: Path, cli: Cli) -
 # ------------------------------------------------------------------------------------------------------------- import
 def test_a_checkpoint_of_transformers_is_imported(tmp_path: Path, cli: Cli) -> None:
     peer_run(tmp_path / "peer", llama(), lm_rows(8), max_steps=2, save_steps=2)
-    (tmp_path / "model.py").write_text("from tests.support.tiny_models import llama\n")
+    code = f"import sys\n\nsys.path.append({str(ROOT)!r})\nfrom tests.support.tiny_models import llama\n"
+    (tmp_path / "model.py").write_text(code)
     model = f"{tmp_path / 'model.py'}:llama"
     done = cli("checkpoints", "import", tmp_path / "peer" / "checkpoint-2", tmp_path / "run", "--model", model)
     assert done.code == 0, done.err

@@ -286,6 +286,9 @@ def test_a_changed_recipe_is_named_and_the_keys_decide(folder: Path) -> None:
     assert said == []
     plan = Plan.of(spec)
     assert plan.pipeline_key[:16] == past.id
+    record = folder / "store" / "runs" / past.id / "spec.yaml"  # of a time when there were more settings
+    record.write_text(record.read_text().replace("evaluate:\n", "evaluate:\n  rows_per_range: 10000\n"))
+    assert Plan.of(recorded(folder)[1]).pipeline_key == plan.pipeline_key
     assert describe_changes(spec.storage, past, plan.early_keys) == []
     (folder / "recipe.py").write_text(sound.replace("Linear(1, 1)", "Linear(1, 1, bias=True)"))
     edited = Plan.of(read_recorded_spec(spec.storage, past, said.append))

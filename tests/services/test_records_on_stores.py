@@ -155,7 +155,6 @@ def test_a_published_run_stays_as_long_as_its_publication_is_there(any_url: str)
     target.child("revisions", "00001-abc").delete(COMMIT)
     found, _ = collect(any_url)
     assert ("train", run.stages["train"][:16]) not in committed(any_url)
-    assert target.list() == [] or {info.path.partition("/")[0] for info in target.list()} == {"lease"}
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ _DOWN_CLASSES = (
     *("NameResolutionError", "DNSError", "gaierror", "TimeoutError", "Timeout", "ConnectionClosedError"),
     *("ServerDisconnectedError", "RemoteProtocolError", "ClientPayloadError", "IncompleteRead", "ReadError"),
     *("WriteError", "EndpointConnectionError", "ClientConnectorError", "NewConnectionError", "MaxRetryError"),
-    *("ConnectError", "ConnectionError", "HTTPClientError", "BadStatusLine"),
+    *("ConnectError", "ConnectionError", "HTTPClientError"),
 )
 _BUSY_CODES = {"SlowDown", "ServiceUnavailable", "InternalError", "RequestTimeout", "429", "500", "502", "503", "504"}
 _VENDORS = {
@@ -59,6 +59,8 @@ def _outage_of(error: BaseException) -> str | None:
     code = vendor_code(error)
     if code in _BUSY_CODES or (code or "").startswith("Throttling"):
         return f"it is overloaded or out of order ({code})"
+    if type(error).__name__.endswith("BadStatusLine"):
+        return _STRANGE
     if any(cls.__name__.endswith(_DOWN_CLASSES) for cls in type(error).__mro__):
         said = error.strerror if isinstance(error, OSError) else None
         return mask(said or first_line(error)).rstrip(".")

@@ -223,7 +223,6 @@ REFUSED: dict[str, list[tuple[str, dict[str, Any], str]]] = {
         (PAIRS, {"positive": "charakter"}, 'Did you mean "character"?'),
         (PAIRS, STRATIFIED, "no class to cut by"),
         ("entity,character\n" + "a,b\n" * 9, {}, "have one text"),
-        (PAIRS.replace("entity", "place"), {"query": "place"}, "uses the name 'place' itself"),
     ],
     "question-answering": [
         (asked("Eve"), {}, "row 9 (line 10): the answer 'Eve' is not in the context"),
