@@ -261,9 +261,9 @@ _OF_OTHERS = Foreign(
 def recognise_folder(store: Store) -> Foreign | None:
     """Recognise another program's folder by the names in it; None for any other. Raises StorageError."""
     names = store.children()
-    if _match(names, _TRANSFORMERS_ONLY):
-        return _OF_TRANSFORMERS
-    return _OF_OTHERS if _match(names, _NEVER_OURS) else None
+    if not _is_of_another(names):
+        return None
+    return _OF_TRANSFORMERS if _match(names, _TRANSFORMERS_ONLY) else _OF_OTHERS
 
 
 def _match(names: Iterable[str], signs: Iterable[str]) -> bool:

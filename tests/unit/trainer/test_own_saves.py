@@ -17,7 +17,7 @@ from tests.support.stores import record_fsync
 from tests.support.toys import Hungry, classification_rows
 from tests.support.training import Note, StopAt, assert_equal, final_state, trained, trainer
 from trainer_lib import Trainer, TrainerCallback
-from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted
+from trainer_lib.checkpoint.catalogue import list_foreign, list_uncommitted, recognise_folder
 from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.locks.claim import claim_folder
 from trainer_lib.locks.lease import Holder
@@ -141,6 +141,7 @@ def test_a_checkpoint_with_a_pickle_of_an_overrides_is_ours_committed_or_interru
     claim_folder(root.child("checkpoint-3"), Holder.this_process(), lambda other: False)
     (interrupted / "head.pt").write_bytes(b"half")
     assert (list_foreign(root), list_uncommitted(root)) == ([], ["checkpoint-3"])
+    assert recognise_folder(root.child("checkpoint-3")) is None
     trained(tmp_path, ROWS, cls=Pickling, resume_from_checkpoint=True, **SAVING)
     assert "head.pt" in _committed(tmp_path / "checkpoint-4")
 
