@@ -57,7 +57,7 @@ class FullPlan:
 
     @property
     def can_work(self) -> bool:
-        """Whether there is no obstacle."""
+        """Whether nothing is known that would make the run fail."""
         return not self.obstacles
 
     @property

@@ -324,7 +324,7 @@ def _serve(request: OptimizerRequest) -> Served:
 
 
 def _has_fused(request: OptimizerRequest) -> bool:
-    """Whether torch's fused AdamW serves the parameters; a line is logged when it does not."""
+    """Whether torch's fused AdamW can update the parameters; a line is logged when it does not."""
     parameters = [] if request.model is None else request.model.parameters()
     # torch's kernel walks through memory: it would change what lies between the elements of a view, without an error.
     if any(param.stride() != torch.empty_like(param, device="meta").stride() for param in parameters):

@@ -34,7 +34,7 @@ _DECLARED_ONLY = ("package:", "stdlib:")
 SENTENCES = {".conll": "sentences", ".iob": "sentences", ".iob2": "sentences", ".bio": "sentences"}
 """Ending of a file's name -> "sentences"."""
 JOINED = "(labels)"
-"""The column of labels that stand in columns of their own."""
+"""The column that several columns of labels are joined to."""
 SAME = "all rows have the same columns, with null, or an empty cell, where there is no value"
 _AT_ONCE = 10_000  # values that become numbers together
 TRUTH = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}

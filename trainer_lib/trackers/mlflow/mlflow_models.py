@@ -51,7 +51,7 @@ from trainer_lib.trackers.mlflow.mlflow_registry import (
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-# What a logged model gets with its version: a flavor of MLflow besides our reference.
+# What a logged model gets with its version: a flavor of MLflow in addition to our reference.
 #
 # MLflow's flavors load what lies among the artifacts of a model, so a flavor is the one place where weights are
 # uploaded, and only for a spec that asks for it. Safe to repeat: files that are there in their size are left out, and
