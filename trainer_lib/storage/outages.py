@@ -35,7 +35,7 @@ _VENDORS = {
 }
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 _FULL_CODES = {"QuotaExceeded", "InsufficientStorage", "507", "storageQuotaExceeded"}
-"""Codes of object stores that have a limit. MinIO's many codes are recognised by how they end (`_is_full`)."""
+"""Codes of object stores that have a limit. MinIO's many codes are recognised by how they end."""
 _CREDENTIALS = {"NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound"}
 _NO_FOLDER = {errno.EEXIST, errno.ENOTDIR}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
@@ -56,7 +56,7 @@ def describe_outage(error: BaseException) -> str | None:
 def _outage_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.errno in _DOWN:
         return _STRANGE if error.errno == errno.EPROTO else os.strerror(error.errno)
-    code = vendor_code(error)
+    code, _ = vendor_answer(error)
     if code in _BUSY_CODES or (code or "").startswith("Throttling"):
         return f"it is overloaded or out of order ({code})"
     if type(error).__name__.endswith("BadStatusLine"):
@@ -80,29 +80,21 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         waiting += [linked for linked in (*inner, *cause.args) if isinstance(linked, BaseException)]
 
 
-def vendor_code(error: BaseException) -> str | None:
-    """The store's own error code, such as ``PreconditionFailed``, or the Hub's HTTP status."""
-    return _answered(error, "Code")
-
-
-def vendor_message(error: BaseException) -> str | None:
-    """Return the store's own words about an error; None without any."""
-    return _answered(error, "Message")
-
-
-def _answered(error: BaseException, field: str) -> str | None:
+def vendor_answer(error: BaseException) -> tuple[str | None, str | None]:
+    """The store's own error code, such as ``PreconditionFailed``, or the Hub's HTTP status; and its words."""
     for candidate in (error, error.__cause__):
         response = getattr(candidate, "response", None)
         if isinstance(response, dict):
-            status = response.get("ResponseMetadata", {}).get("HTTPStatusCode")  # where the answer has no words of S3
-            value = response.get("Error", {}).get(field) or (status if field == "Code" else None)
-            return None if value is None else str(value)
+            said = response.get("Error", {})
+            # The status, where the answer has no words of S3.
+            code = said.get("Code") or response.get("ResponseMetadata", {}).get("HTTPStatusCode")
+            return None if code is None else str(code), said.get("Message")
         # A client of the Hub: other clients' errors have a status as well, and words of their own.
         status = getattr(response, "status_code", None) if hasattr(candidate, "server_message") else None
         if status is not None:
             words = getattr(candidate, "server_message", None) or getattr(response, "reason_phrase", None)
-            return str(status) if field == "Code" else words
-    return None
+            return str(status), words
+    return None, None
 
 
 class FolderGoneError(OSError):
@@ -150,28 +142,18 @@ def free_bytes(path: Path) -> int:
     return shutil.disk_usage(next((folder for folder in (path, *path.parents) if folder.exists()), "/")).free
 
 
-def _is_full(code: str | None) -> bool:
-    return code is not None and (code in _FULL_CODES or code.endswith(("StorageFull", "QuotaExceeded")))
-
-
-def _reason(error: Exception) -> str:
-    """The message of the system or the store, without the client's sentence around it."""
-    code = vendor_code(error)
-    said = error.strerror if isinstance(error, OSError) else None
-    if code is not None:
-        message = vendor_message(error)
-        return f"the store answers {code}" + (f" ({message.rstrip('.')})" if message else "")
-    return said or str(error) or type(error).__name__
-
-
 def typed_error(error: Exception, verb: str, where: str, *, needed: int | None = None) -> StorageError:
     """A StorageError for `error`, which a store raised when `verb` was tried at `where`: "Could not `verb` it".
 
     It is a StorageFullError, with the bytes `needed`, when no space is left, which no retry can help; a
     StoreUnreachableError when the store does not answer, which a later try may help.
     """
-    number, reason = (error.errno if isinstance(error, OSError) else None), _reason(error)
-    if number in _FULL or _is_full(vendor_code(error)):
+    number, said = (error.errno, error.strerror) if isinstance(error, OSError) else (None, None)
+    code, words = vendor_answer(error)
+    # The message of the system or the store, without the client's sentence around it.
+    words = f" ({words.rstrip('.')})" if words else ""
+    reason = said or str(error) or type(error).__name__ if code is None else f"the store answers {code}{words}"
+    if number in _FULL or code in _FULL_CODES or (code or "").endswith(("StorageFull", "QuotaExceeded")):
         remedy = "Free space there, or choose another storage; nothing committed was touched."
         left = "no space left"
         if where.startswith("/"):  # a local file
@@ -192,7 +174,7 @@ def typed_error(error: Exception, verb: str, where: str, *, needed: int | None =
     if number in _NO_FOLDER:
         remedy = "Choose another storage, or move that file away."
         return StorageError("A file is in the place of a folder.", field=where, remedy=remedy)
-    if number in _DENIED or isinstance(error, PermissionError) or vendor_code(error) in ("401", "403"):
+    if number in _DENIED or isinstance(error, PermissionError) or code in ("401", "403"):
         remedy = "Check the permissions, and for a remote store the credentials in the environment."
     elif type(error).__name__ in _CREDENTIALS:
         remedy = "Give credentials through the environment (AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or a profile)."

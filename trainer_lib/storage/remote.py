@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO, cast
 from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
-from trainer_lib.storage.outages import vendor_code, vendor_message
+from trainer_lib.storage.outages import vendor_answer
 from trainer_lib.storage.urls import HUB, FileInfo, checked_address, split_root
 
 if TYPE_CHECKING:
@@ -199,11 +199,16 @@ def read_up_to(stream: BinaryIO, size: int) -> bytes:
 def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
     """The fsspec file system of a scheme, without its cache of listings. Raises MissingExtraError and ConfigError."""
     import fsspec
+    from fsspec.registry import known_implementations
 
     try:
         fsspec.get_filesystem_class(scheme)
     except ImportError as error:
-        raise _missing(scheme, field) from error
+        message, value = "This kind of store needs a package that is not installed.", f"{scheme}://"
+        if scheme in _EXTRAS:
+            raise MissingExtraError(message, extra=_EXTRAS[scheme], field=field, value=value) from error
+        remedy = str(known_implementations[scheme].get("err") or "Install the package that serves it").rstrip(".")
+        raise MissingExtraError(message, field=field, value=value, remedy=f"{remedy}.") from error
     options: dict[str, Any] = {"use_listings_cache": False}
     s3 = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if scheme in ("s3", "s3a") and s3:
@@ -218,22 +223,10 @@ def open_file_system(scheme: str, *, field: str) -> fsspec.AbstractFileSystem:
         raise ConfigError(f"The {scheme}:// store cannot be set up: {error}", field=field, remedy=remedy) from error
 
 
-def _missing(scheme: str, field: str) -> MissingExtraError:
-    message, value = "This kind of store needs a package that is not installed.", f"{scheme}://"
-    if scheme in _EXTRAS:
-        return MissingExtraError(message, extra=_EXTRAS[scheme], field=field, value=value)
-    from fsspec.registry import known_implementations
-
-    remedy = str(known_implementations[scheme].get("err") or "Install the package that serves it")
-    return MissingExtraError(message, field=field, value=value, remedy=f"{remedy.rstrip('.')}.")
-
-
 def _tag(info: dict[str, Any]) -> str | None:
     # S3 and Azure call it ETag or etag, Google md5Hash or crc32c; the Hub has git's name of the content.
-    for name in ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "xet_hash"):
-        if info.get(name):
-            return str(info[name]).strip('"')
-    return None
+    names = ("ETag", "etag", "md5Hash", "crc32c", "content_md5", "blob_id", "xet_hash")
+    return next((str(info[name]).strip('"') for name in names if info.get(name)), None)
 
 
 class RemoteBackend:
@@ -365,7 +358,7 @@ class RemoteBackend:
             try:
                 self.fs.pipe_file(path, data, mode="create")
             except OSError as error:
-                code = vendor_code(error)
+                code, _ = vendor_answer(error)
                 if code in ("PreconditionFailed", "412"):
                     raise FileExistsError(path) from error
                 # 409: a delete of the same name is under way, and the store asks for another try.
@@ -451,8 +444,7 @@ class HubBackend(RemoteBackend):
 
     @override
     def refusal(self, error: Exception) -> ConfigError | None:
-        described = self._describe_refusal(error)
-        if described is None:
+        if (described := self._describe_refusal(error)) is None:
             return None
         return ConfigError(described[0], field=self._field, value=f"{self.scheme}://{self.root}", remedy=described[1])
 
@@ -468,12 +460,12 @@ class HubBackend(RemoteBackend):
         if "OfflineModeIsEnabled" in names:
             remedy = "Unset HF_HUB_OFFLINE, or download the data to a folder and name that."
             return "HF_HUB_OFFLINE keeps it from being read.", remedy
-        code = vendor_code(cause) if cause is not None else None
+        code, words = (None, None) if cause is None else vendor_answer(cause)
         if "RevisionNotFoundError" in names:
             return "The repository has no such revision.", "Name a branch, a tag or a commit of it."
         if "RepositoryNotFoundError" in names or code in ("401", "403"):
             remedy = "Check the name; where it is private or gated, set HF_TOKEN to a token that may read it."
-            said = (vendor_message(cause) or "").strip().rstrip(".") if cause is not None else ""
+            said = (words or "").strip().rstrip(".")
             what = "There is no such repository, or it may not be read"
             return f"{what}: the Hub answers {code}{f' ({said})' if said else ''}.", remedy
         if "HFValidationError" in names:

@@ -77,16 +77,6 @@ class S3Backend(RemoteBackend):
         return cast(BinaryIO, S3Writer(self._begin, self._begin_part, bucket, key))
 
     @override
-    def finish(self, stream: BinaryIO) -> None:
-        cast(S3Writer, stream).finish()
-
-    @override
-    def abort(self, stream: BinaryIO, rel: str) -> None:
-        cast(S3Writer, stream).abort()
-        with contextlib.suppress(Exception):
-            self.fs.rm_file(self.path(rel))
-
-    @override
     def delete_tree(self, rel: str) -> None:
         super().delete_tree(rel)
         bucket, key, _ = self.fs.split_path(self.path(rel))
@@ -97,20 +87,16 @@ class S3Backend(RemoteBackend):
         return asyncio.run_coroutine_threadsafe(self.fs._call_s3(method, **arguments), self.fs.loop)
 
     def _begin_part(self, **arguments: Any) -> Future[dict[str, Any]]:
-        client = self._client_for_parts()
-        return asyncio.run_coroutine_threadsafe(client._call_s3("upload_part", **arguments), client.loop)
-
-    def _client_for_parts(self) -> Any:
-        """The client that sends parts: over plain HTTP one that does not sign the payload, over TLS the usual one.
+        """Start to send a part: over plain HTTP by a client that does not sign it, over TLS by the usual one.
 
         Signing means hashing parts a second time. The store verifies the parts' CRC32, and the SHA-256 in the
         commit file, which is itself signed, reveals tampering. A client configured to sign payloads does sign.
         """
-        options = dict(self.fs.config_kwargs)
-        if not str(self.fs.endpoint_url or "").startswith("http:"):
-            return self.fs
-        options["s3"] = {"payload_signing_enabled": False, **(options.get("s3") or {})}
-        return type(self.fs)(**{**self.fs.storage_options, "config_kwargs": options})
+        client, options = self.fs, dict(self.fs.config_kwargs)
+        if str(client.endpoint_url or "").startswith("http:"):
+            options["s3"] = {"payload_signing_enabled": False, **(options.get("s3") or {})}
+            client = type(client)(**{**client.storage_options, "config_kwargs": options})
+        return asyncio.run_coroutine_threadsafe(client._call_s3("upload_part", **arguments), client.loop)
 
     def _fetch(self, path: str, start: int, end: int, tag: str | None = None) -> Future[Buffer]:
         return asyncio.run_coroutine_threadsafe(self._read(path, start, end, tag), self.fs.loop)
@@ -166,7 +152,7 @@ class S3Writer:
         self._size += len(view)
         return len(view)
 
-    def finish(self) -> None:
+    def close(self) -> None:
         """Make the file visible and check that the store has all of it."""
         if self._upload is None:
             # No part was sent, so the file is small: one request instead of three.
@@ -188,7 +174,7 @@ class S3Writer:
             raise OSError(errno.EIO, f"the store has {seen['ContentLength']} of {self._size} bytes, or another file")
         self._started = False
 
-    def abort(self) -> None:
+    def discard(self) -> None:
         """Give up; no part stays in flight or in the store."""
         # First wait: a part that arrives after the abort would stay in the store.
         for future in self._flying:

@@ -38,17 +38,21 @@ def split_url(url: str | os.PathLike[str], *, field: str) -> tuple[str, str]:
     rest = text[match.end() :] if match else text
     if scheme in _LOCAL:
         if match and not rest.startswith("/"):
-            remedy = (
-                f"Write file:///{rest.lstrip('/')} for an absolute path, or leave the scheme out for a relative one."
-            )
+            remedy = f"Write file:///{rest} for an absolute path, or leave the scheme out for a relative one."
             raise ConfigError("A file:// URL needs an absolute path.", field=field, value=text, remedy=remedy)
         # Not resolved: a path through a link stays as the user wrote it.
         return "file", str(expand_home(rest).absolute())
     from fsspec.registry import known_implementations, registry
 
     if scheme not in known_implementations and scheme not in registry:
-        raise ConfigError(f"Unknown URL scheme {scheme!r}.", field=field, value=text, remedy=_nearest(scheme))
-    _refuse_secrets(scheme, rest, field)
+        near = nearest(scheme, sorted(known_implementations))
+        hint = f"Did you mean {near}://? " if near else ""
+        remedy = f"{hint}Use a local path, s3://, gs:// or another scheme that fsspec knows."
+        raise ConfigError(f"Unknown URL scheme {scheme!r}.", field=field, value=text, remedy=remedy)
+    if "@" in rest.split("/", 1)[0] or "?" in rest or "#" in rest:  # an "@" further on is part of a name
+        what = f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept."
+        remedy = "Give credentials and endpoints through the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)."
+        raise ConfigError(what, field=field, remedy=remedy)  # without the value, which may hold a password
     parts = [part for part in rest.split("/") if part]
     if not parts or ".." in parts or "." in parts:
         remedy = f"Write {scheme}://bucket/folder."
@@ -67,23 +71,6 @@ def split_root(scheme: str, path: str, *, field: str) -> tuple[str, str]:
         remedy = "Write hf://datasets/organisation/name/file, or …/name@revision/file."
         raise ConfigError(what, field=field, value=f"{scheme}://{path}", remedy=remedy)
     return match[1], match[2] or ""
-
-
-def _refuse_secrets(scheme: str, rest: str, field: str) -> None:
-    # The error leaves the value out on purpose: it may hold a password or a signature.
-    # An "@" further on is part of a name.
-    if "@" in rest.split("/", 1)[0] or "?" in rest or "#" in rest:
-        what = f"A {scheme}:// URL must not carry credentials, a query or a fragment: URLs are logged and kept."
-        remedy = "Give credentials and endpoints through the environment (AWS_ACCESS_KEY_ID, AWS_ENDPOINT_URL, ...)."
-        raise ConfigError(what, field=field, remedy=remedy)
-
-
-def _nearest(scheme: str) -> str:
-    from fsspec.registry import known_implementations
-
-    near = nearest(scheme, sorted(known_implementations))
-    hint = f"Did you mean {near}://? " if near else ""
-    return f"{hint}Use a local path, s3://, gs:// or another scheme that fsspec knows."
 
 
 def checked_address(address: str, *, field: str, unset: str) -> str:
