@@ -176,12 +176,8 @@ def delete_leftovers(root: Store) -> list[str]:
 
 def list_uncommitted(root: Store) -> list[str]:
     """List the checkpoint folders without a commit: of saves under way or interrupted, not foreign, not set aside."""
-    found = []
-    for name in _list_names(root):
-        names = root.child(name).children()
-        if COMMIT not in names and DAMAGED not in names and not _is_of_another(names):
-            found.append(name)
-    return found
+    folders = ((name, root.child(name).children()) for name in _list_names(root))
+    return [name for name, names in folders if not {COMMIT, DAMAGED} & set(names) and not _is_of_another(names)]
 
 
 def list_foreign(root: Store) -> list[str]:
@@ -192,7 +188,7 @@ def list_foreign(root: Store) -> list[str]:
 def _is_of_another(names: list[str]) -> bool:
     # A checkpoint, or the save that a kill interrupted, may hold files of an overridden `save_model`: pickles, too.
     ours = COMMIT in names or DAMAGED in names or any(map(is_claim, names))
-    return not ours and _match(names, _NEVER_OURS)
+    return not ours and matches_any(names, _NEVER_OURS)
 
 
 def list_linked(root: Store) -> list[str]:
@@ -263,10 +259,11 @@ def recognise_folder(store: Store) -> Foreign | None:
     names = store.children()
     if not _is_of_another(names):
         return None
-    return _OF_TRANSFORMERS if _match(names, _TRANSFORMERS_ONLY) else _OF_OTHERS
+    return _OF_TRANSFORMERS if matches_any(names, _TRANSFORMERS_ONLY) else _OF_OTHERS
 
 
-def _match(names: Iterable[str], signs: Iterable[str]) -> bool:
+def matches_any(names: Iterable[str], signs: Iterable[str]) -> bool:
+    """Whether one of the names has one of the forms, such as ``*.pt``."""
     # fnmatchcase: the same answer on a system whose file names ignore case.
     return any(fnmatch.fnmatchcase(name, sign) for name in names for sign in signs)
 

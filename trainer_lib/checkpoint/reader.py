@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -35,8 +36,7 @@ from trainer_lib.storage.commit import COMMIT, verify_files
 if TYPE_CHECKING:
     from trainer_lib.distributed.communicator import Communicator
 
-ReadTensors = Callable[[], Mapping[str, Tensor]]
-ShareTensors = Callable[[ReadTensors], Mapping[str, Tensor]]
+ShareTensors = Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
 """Takes a function that reads tensors and returns the tensors, for instance read on one rank for all."""
 
 _JSON_LIMIT = 64 * 2**20
@@ -44,8 +44,6 @@ _JSON_LIMIT = 64 * 2**20
 _GROWING_LIMIT = 512 * 2**20
 """The limit for the trainer's state, which grows with every log, and for the index over the shards."""
 _RANK_LIMIT = 1_000_000
-_NOT_COMMITTED = "The folder holds no committed checkpoint"
-_HOW_TO_LIST = "A folder without COMMIT.json is unfinished, or a model alone: see `trainflow checkpoints list`."
 _READ_AT_ONCE = frozenset((layout.SCHEDULER, layout.SCALER, layout.DATA, layout.TRAINER_STATE, layout.TRAINING_ARGS))
 """Files that opening a checkpoint reads already."""
 
@@ -144,13 +142,9 @@ class Checkpoint:
         record = self._read_json(layout.OPTIMIZER)
         if record is None:
             return None
-        problem = _find_optimizer_problem(record)
-        if problem:
+        if problem := _find_optimizer_problem(record):
             raise self._damaged(layout.OPTIMIZER, problem)
-
-        def read() -> Mapping[str, Tensor]:
-            return self._read_tensors("optimizer", layout.OPTIMIZER_TENSORS)
-
+        read = partial(self._read_tensors, "optimizer", layout.OPTIMIZER_TENSORS)
         # `read` is passed on without being called: for a sharded model one rank may read whole tensors for all.
         return OptimizerSnapshot(read() if share is None else share(read), record["groups"], record["scalars"])
 
@@ -228,10 +222,9 @@ class Checkpoint:
         return read_safetensors(self._store, file, expect=self._require_entry(file))
 
     def _require_entry(self, name: str) -> FileEntry:
-        entry = self._entries.get(name)
-        if entry is None:
+        if name not in self._entries:
             raise self._damaged(name, "the commit does not list it")
-        return entry
+        return self._entries[name]
 
     def _read_json(self, name: str) -> dict[str, Any] | None:
         if name not in self._entries:
@@ -263,8 +256,9 @@ def open_checkpoint(root: Store, name: str) -> Checkpoint:
     if info is None:
         known = recognise_folder(store)
         instead = f", but {known.what}" if known else "" if store.children() else ": it is empty or does not exist"
-        remedy = known.remedy if known else _HOW_TO_LIST
-        raise ConfigError(f"{_NOT_COMMITTED}{instead}.", field="resume_from_checkpoint", value=store.url, remedy=remedy)
+        how = "A folder without COMMIT.json is unfinished, or a model alone: see `trainflow checkpoints list`."
+        what, remedy = f"The folder holds no committed checkpoint{instead}.", known.remedy if known else how
+        raise ConfigError(what, field="resume_from_checkpoint", value=store.url, remedy=remedy)
     problems = verify_files(store, info.commit, digests=False)  # also finds links and special files
     if problems:
         file, _, reason = problems[0].rpartition(": ")

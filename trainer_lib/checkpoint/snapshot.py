@@ -139,17 +139,14 @@ class HostCopy:
     def _require_block(self, size: int) -> Tensor:
         if self._block is None or self._block.numel() < size:
             self._block = None  # free the smaller block first, so that there are never two copies
-            self._block = _allocate(size)
+            # Pages that are locked take copies from a GPU several times as fast, and there may be fewer of them.
+            for pinned in (True, False) if torch.cuda.is_initialized() else (False,):  # type: ignore[no-untyped-call]
+                with contextlib.suppress(RuntimeError):  # torch's allocators: no memory
+                    self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                    return self._block
+            what = f"The host has no {size:,} bytes free for the copy that a background save writes from."
+            raise OutOfMemoryError(what, field="save_async", remedy="Give it more memory, or set save_async=False.")
         return self._block
-
-
-def _allocate(size: int) -> Tensor:
-    # Pages that are locked take copies from a GPU several times as fast, and there may be fewer of them.
-    for pinned in (True, False) if torch.cuda.is_initialized() else (False,):  # type: ignore[no-untyped-call]
-        with contextlib.suppress(RuntimeError):  # torch's allocators: no memory
-            return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-    what = f"The host has no {size:,} bytes free for the copy that a background save writes from."
-    raise OutOfMemoryError(what, field="save_async", remedy="Give it more memory, or set save_async=False.")
 
 
 def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot:

@@ -23,7 +23,6 @@ Only `trainflow checkpoints import` reads such folders, in a worker process: che
 from __future__ import annotations
 
 import errno
-import fnmatch
 import math
 import re
 import zipfile
@@ -36,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.checkpoint.catalogue import refuse_source, require_importable
+from trainer_lib.checkpoint.catalogue import matches_any, refuse_source, require_importable
 from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.values import encode_state, to_json
@@ -196,22 +195,18 @@ class Source:
 def read_source(store: Store) -> Source:
     """Read a ``checkpoint-N/`` of the transformers Trainer whole. Raises ConfigError, DamagedError and StorageError."""
     names = _check_kind(store)
-    where = f"{store.url}/"
-    state = TrainerState.from_dict(_parse_object(_read(store, "trainer_state.json"), f"{where}trainer_state.json"))
-    optimizer = _require_mapping(read_torch_file(store, "optimizer.pt"), f"{where}optimizer.pt")
-    scheduler = _require_mapping(read_torch_file(store, "scheduler.pt"), f"{where}scheduler.pt")
-    has_scaler = "scaler.pt" in names
-    scaler = _require_mapping(read_torch_file(store, "scaler.pt"), f"{where}scaler.pt") if has_scaler else None
+    state = TrainerState.from_dict(_read_json(store, "trainer_state.json"))
+    optimizer, scheduler = _read_dictionary(store, "optimizer.pt"), _read_dictionary(store, "scheduler.pt")
+    scaler = _read_dictionary(store, "scaler.pt") if "scaler.pt" in names else None
     rngs, rng_files = _read_rngs(store, names)
     tensors, weight_files = _read_weights(store, names)
-    copied = {name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _COPIED)}
-    copied -= {name for name in copied if any(fnmatch.fnmatchcase(name, pattern) for pattern in _RUNNABLE)}
+    copied = {name for name in names if matches_any([name], _COPIED) and not matches_any([name], _RUNNABLE)}
     used = {*_READ, *rng_files, *weight_files, *copied}
     return Source(
         url=store.url,
         tensors=tensors,
         adapter="adapter_model.safetensors" in weight_files,
-        optimizer=_check_optimizer(optimizer, f"{where}optimizer.pt"),
+        optimizer=_check_optimizer(optimizer, f"{store.url}/optimizer.pt"),
         scheduler=scheduler,
         scaler=scaler,
         rngs=rngs,
@@ -302,17 +297,17 @@ def _check_kind(store: Store) -> set[str]:
     return names
 
 
-def _read(store: Store, name: str) -> bytes:
-    # The state grows with every log of a long run.
-    return store.read_bytes(name, limit=_JSON_LIMIT)
-
-
-def _parse_object(data: bytes, where: str) -> dict[str, Any]:
+def _read_json(store: Store, name: str) -> dict[str, Any]:
+    where = f"{store.url}/{name}"
     try:
-        record = parse_json(data)
+        record = parse_json(store.read_bytes(name, limit=_JSON_LIMIT))  # the state grows with every log of a long run
     except ValueError as error:
         raise refuse_file(where, f"it is not JSON ({str(error)[:80]})") from error
     return _require_mapping(record, where)
+
+
+def _read_dictionary(store: Store, name: str) -> dict[str, Any]:
+    return _require_mapping(read_torch_file(store, name), f"{store.url}/{name}")
 
 
 def _require_mapping(value: Any, where: str) -> dict[str, Any]:
@@ -337,7 +332,7 @@ def _read_weights(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set
 
 def _read_shards(store: Store, names: set[str]) -> tuple[dict[str, Tensor], set[str]]:
     where = f"{store.url}/{_INDEX}"
-    weight_map = _require_mapping(_parse_object(_read(store, _INDEX), where).get("weight_map"), where)
+    weight_map = _require_mapping(_read_json(store, _INDEX).get("weight_map"), where)
     for shard in weight_map.values():
         if not isinstance(shard, str) or not _SHARD.fullmatch(shard) or shard not in names:
             raise refuse_file(where, f"it names a file that is not in the folder: {str(shard)[:80]!r}")

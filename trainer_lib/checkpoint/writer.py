@@ -37,6 +37,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
@@ -79,18 +80,6 @@ def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, 
         gathered = comm.gather_json([asdict(entry) for entry in own]) or []
     entries = [FileEntry(**record) for records in gathered for record in records]
     return run_on_all_ranks(comm, lambda: _merge(entries))
-
-
-class _DigestSink:
-    """Takes the bytes of a file that is not written, for its SHA-256."""
-
-    def __init__(self) -> None:
-        self.digest = hashlib.sha256()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        view = memoryview(data).cast("B")
-        self.digest.update(view)
-        return len(view)
 
 
 def _entries(store: Store) -> dict[str, FileEntry]:
@@ -317,9 +306,10 @@ def _leave_out(snapshot: Snapshot, added: Mapping[str, FileEntry]) -> Snapshot:
     if snapshot.parts is not None or (present := added.get(layout.MODEL)) is None:
         return replace(snapshot, files=files)
     # The added file may hold other weights, or the same under other names.
-    sink: Any = _DigestSink()
-    write_safetensors(sink, snapshot.model)
-    is_same = present.sha256 == sink.digest.hexdigest()
+    digest = hashlib.sha256()
+    unwritten: Any = SimpleNamespace(write=digest.update)
+    write_safetensors(unwritten, snapshot.model)
+    is_same = present.sha256 == digest.hexdigest()
     return replace(snapshot, files=files, model_file=None if is_same else layout.OWN_MODEL)
 
 
@@ -423,7 +413,7 @@ class BackgroundSaver:
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
         frozen = run_on_all_ranks(self._disk, lambda: freeze_snapshot(snapshot, self._disk.rank, self.memory))
-        self._job = _started(lambda: self._save(root, frozen, after_commit), f"trainflow-save-{snapshot.step}")
+        self._job = start_daemon(lambda: self._save(root, frozen, after_commit), f"trainflow-save-{snapshot.step}")
 
     def has_ended(self) -> bool:
         """Whether the save under way has ended, well or not, on every rank. Collective while there is one.
@@ -467,9 +457,10 @@ class BackgroundSaver:
         return info
 
 
-def _started(work: Callable[[], CheckpointInfo], name: str) -> Future[CheckpointInfo]:
+def start_daemon(work: Callable[[], Result], name: str) -> Future[Result]:
     """Work in a thread; a daemon, because a user may press Ctrl-C once more to leave without waiting for it."""
-    outcome: Future[CheckpointInfo] = Future()
+    outcome: Future[Result] = Future()
+    outcome.set_running_or_notify_cancel()  # nobody can cancel it any more
 
     def run() -> None:
         try:
