@@ -366,7 +366,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     head, text = split_card(present, field=field)
     new_head, _ = split_card(generated, field=field)
     merged = {**head, **new_head}
-    tags = [*_as_list(head.get("tags")), *_as_list(new_head.get("tags"))]
+    tags = [*as_list(head.get("tags")), *as_list(new_head.get("tags"))]
     if tags:
         merged["tags"] = list(dict.fromkeys(tags))
     if results := [*_results(new_head), *_foreign_results(head)]:
@@ -445,5 +445,6 @@ def _foreign_results(head: dict[str, Any]) -> list[dict[str, Any]]:
     return [result for result, dataset in datasets if isinstance(dataset, dict) and dataset.get("revision") != digest]
 
 
-def _as_list(value: Any) -> list[Any]:
+def as_list(value: Any) -> list[Any]:
+    """One text, several, or none, as a list."""
     return [value] if isinstance(value, str) else list(value or ())

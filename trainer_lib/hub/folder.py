@@ -94,7 +94,9 @@ class FolderHub:
             raise StorageError("Another process is publishing to this folder.", field=self.target, remedy="Try again.")
         with lease:
             # Only under the lease: another publisher's unfinished revision looks the same.
-            self._remove_leftovers()
+            for child in [self._root.child(REVISIONS, name) for name in self._list_names()]:
+                if not child.exists(COMMIT):
+                    withdraw_folder(child)
             revisions = self.revisions()
             # Only the newest: to publish an older content again is a new revision.
             if revisions and _is_intact(revisions[0], content.digest):
@@ -131,10 +133,8 @@ class FolderHub:
                 self._root.write_bytes(name, text)
 
     def _describe_result(self, revision: Revision, *, created: bool) -> Published:
-        commit = revision.commit
-        return Published(
-            self.target, revision.store.url, revision.name, commit.content_digest, created, tuple(commit.files)
-        )
+        url, commit = revision.store.url, revision.commit
+        return Published(self.target, url, revision.name, commit.content_digest, created, commit.files)
 
     def _list_names(self) -> list[str]:
         return [name for name in self._root.children(REVISIONS) if _parse_number(name) > 0]
@@ -148,12 +148,6 @@ class FolderHub:
         if commit is None:
             return None
         return Revision(_parse_number(name), name, str(commit.meta.get("branch", MAIN)), store, commit)
-
-    def _remove_leftovers(self) -> None:
-        for name in self._list_names():
-            store = self._root.child(REVISIONS, name)
-            if not store.exists(COMMIT):
-                withdraw_folder(store)
 
 
 def _is_intact(revision: Revision, digest: str) -> bool:

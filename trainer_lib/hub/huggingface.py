@@ -125,7 +125,12 @@ class HuggingFaceHub:
                     repo_type="model",
                 )
             made = str(commit.oid)
-            self._verify_commit(api, made, content)
+            # A source may have changed while it was uploaded.
+            wrong = [entry.path for entry in _list_changed(self._list_files(api, made), content)]
+            if wrong:
+                what = f"The Hub holds other bytes than the stage committed: {', '.join(wrong[:3])}."
+                remedy = "Run the stage that they come from again, then publish again."
+                raise DamagedError(what, field=self.target, remedy=remedy)
             return self._describe_result(api, made, content.entries(), created=True)
 
     def create(self) -> str:
@@ -199,8 +204,10 @@ class HuggingFaceHub:
             else:
                 operations.append(self._stage_remote_file(api, entry.path, source, staging))
         # In the same commit, so that record and files never disagree.
-        operations.append(CommitOperationAdd(RECORD, _render_record(content)))
-        return operations
+        files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in content.entries()]
+        record = {"format": 1, "kind": "published", "content_digest": content.digest, "files": files}
+        text = json.dumps(record | {"lineage": content.lineage}, indent=2, sort_keys=True) + "\n"
+        return [*operations, CommitOperationAdd(RECORD, text.encode())]
 
     def _stage_remote_file(self, api: HfApi, path: str, source: Source, staging: Path) -> CommitOperationAdd:
         """Add a file of a remote store. A large one is uploaded at once, so that the disk holds only one at a time."""
@@ -217,14 +224,6 @@ class HuggingFaceHub:
             local.unlink()
         return operation
 
-    def _verify_commit(self, api: HfApi, commit: str, content: Content) -> None:
-        """Raise DamagedError when the Hub holds other bytes: a source may have changed while it was uploaded."""
-        wrong = [entry.path for entry in _list_changed(self._list_files(api, commit), content)]
-        if wrong:
-            what = f"The Hub holds other bytes than the stage committed: {', '.join(wrong[:3])}."
-            remedy = "Run the stage that they come from again, then publish again."
-            raise DamagedError(what, field=self.target, remedy=remedy)
-
     def _describe_result(self, api: HfApi, commit: str, files: list[FileEntry], *, created: bool) -> Published:
         url = f"{api.endpoint.rstrip('/')}/{self.repo}/tree/{commit}"
         return Published(self.target, url, commit, content_digest(files), created, tuple(files))
@@ -240,8 +239,7 @@ class HuggingFaceHub:
         except TrainflowError:
             raise
         except Exception as error:
-            typed = self._translate_error(error)
-            if typed is None:
+            if (typed := self._translate_error(error)) is None:
                 raise
             raise typed from error
 
@@ -338,28 +336,16 @@ def _has_same_bytes(remote: RepoFile | None, entry: FileEntry, content: Content)
         return False
     if remote.lfs is not None:
         return bool(remote.lfs.sha256 == entry.sha256)
-    # A file that is not in LFS is listed with its git hash only.
-    return bool(remote.blob_id == _compute_blob_id(content, entry))
-
-
-def _has_same_size(remote: RepoFile, entry: FileEntry) -> bool:
-    return bool((remote.lfs.size if remote.lfs is not None else remote.size) == entry.size)
-
-
-def _compute_blob_id(content: Content, entry: FileEntry) -> str:
-    """The git blob hash: SHA-1 over "blob <size>", a zero byte and the content."""
+    # A file that is not in LFS is listed with git's hash of its blob only: "blob <size>", a zero byte, and the content.
     digest = hashlib.sha1(f"blob {entry.size}\0".encode(), usedforsecurity=False)
     with content.open(entry.path) as stream:
         while chunk := stream.read(8 << 20):
             digest.update(chunk)
-    return digest.hexdigest()
+    return bool(remote.blob_id == digest.hexdigest())
 
 
-def _render_record(content: Content) -> bytes:
-    files = [{"path": entry.path, "size": entry.size, "sha256": entry.sha256} for entry in content.entries()]
-    record = {"format": 1, "kind": "published", "content_digest": content.digest, "files": files}
-    record["lineage"] = content.lineage
-    return json.dumps(record, indent=2, sort_keys=True).encode() + b"\n"
+def _has_same_size(remote: RepoFile, entry: FileEntry) -> bool:
+    return bool((remote.lfs.size if remote.lfs is not None else remote.size) == entry.size)
 
 
 def check_access(repo: str, *, field: str, writes: bool, timeout_s: float) -> None:

@@ -188,7 +188,8 @@ class _Plane:
 
     def axes(self, *, whole_x: bool = False) -> list[str]:
         """The grid, its numbers and the labels; with `whole_x` only whole numbers below it."""
-        (left, bottom), (right, top) = self.place(self.x_range[0], self.y_range[0]), self.place(*self._upper)
+        (left, right), (low, high) = self.x_range, self.y_range
+        (left, bottom), (right, top) = self.place(left, low), self.place(right, high)
         parts = []
         for value, text in self._x_ticks.items():
             if not whole_x or value == round(value):
@@ -199,10 +200,6 @@ class _Plane:
             parts += [_grid_line(left, y, right, y), _text(left - 6, y + 4, text, "end")]
         parts.append(_text((left + right) / 2, bottom + _BOTTOM - 8, self._labels[0], "middle"))
         return [*parts, _text(0, 0, self._labels[1], "middle", f"translate(14 {(top + bottom) / 2:.1f}) rotate(-90)")]
-
-    @property
-    def _upper(self) -> tuple[float, float]:
-        return self.x_range[1], self.y_range[1]
 
     def _shares(self, x: float, y: float) -> tuple[float, float]:
         (left, right), (low, high) = self.x_range, self.y_range

@@ -18,7 +18,6 @@ from __future__ import annotations
 import logging
 import re
 import tempfile
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
@@ -29,11 +28,12 @@ from trainer_lib.arguments import HubStrategy, TrainingArguments
 from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import KIND, checkpoint_name, parse_step
 from trainer_lib.checkpoint.reader import open_checkpoint
+from trainer_lib.checkpoint.writer import start_daemon
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import SCHEME, Content, Source
-from trainer_lib.hub.card import Card, parse_card_head, render_card, tidy_metrics
+from trainer_lib.hub.card import Card, as_list, parse_card_head, render_card, tidy_metrics
 from trainer_lib.hub.folder import FolderHub
 from trainer_lib.locks.removal import protect_from_removal
 from trainer_lib.secrets import mask
@@ -98,21 +98,15 @@ class PushQueue:
     def submit(self, push: Callable[[], str]) -> Future[str]:
         """Run `push` after the ones before it. The future holds what it returns or raises."""
         # A chain of futures in place of a pool, whose threads Python would wait for at exit.
-        before, future = self.newest, Future[str]()
-        self.newest = future
+        before = self.newest
 
-        def run() -> None:
+        def run() -> str:
             if before is not None:
                 wait([before])
-            try:
-                future.set_result(push())
-            except BaseException as error:  # raised in the thread that asks for the result
-                future.set_exception(error)
+            return push()
 
-        # A push that was queued cannot be cancelled: its checkpoint is protected until it has run.
-        future.set_running_or_notify_cancel()
-        threading.Thread(target=run, name="hub push", daemon=True).start()
-        return future
+        self.newest = start_daemon(run, "hub push")
+        return self.newest
 
     def wait(self, *, unless: Callable[[], bool], poll_s: float = 0.2) -> bool:
         """Wait for all pushes, or until `unless()` is true; return whether all pushes ended."""
@@ -121,17 +115,6 @@ class PushQueue:
                 return False
             wait([self.newest], timeout=poll_s)
         return True
-
-
-@dataclass(frozen=True)
-class CheckpointPush:
-    """A committed checkpoint, ready to be pushed; `in_blocks`: it has its weights in blocks, and `content` has none."""
-
-    store: Store
-    name: str
-    step: int
-    content: Content
-    in_blocks: bool
 
 
 class Publisher:
@@ -213,17 +196,17 @@ class Publisher:
             title=details.model_name or PurePosixPath((trainer.hub_model_id or self._wanted_name()).rstrip("/")).name,
             description="Draft of a card, written by the Trainer: complete it.",
             license=details.license or _text(present.get("license")) or self._licence_of(base),
-            tags=[tag for some in tags for tag in _as_list(some)],
+            tags=[tag for some in tags for tag in as_list(some)],
             base_model=base,
             metrics=tidy_metrics({"eval": _newest_metrics(trainer.state.log_history)}),
             arguments=_changed_arguments(trainer.args),
             facts={"optimizer steps": trainer.state.global_step, "epochs": round(float(trainer.state.epoch), 2)},
             library=_text(present.get("library_name")) or "trainflow",
-            language=_as_list(details.language) or _as_list(present.get("language")),
-            tasks=_as_list(details.tasks) or _as_list(present.get("pipeline_tag")),
-            datasets=_as_list(details.dataset_tags) or _as_list(present.get("datasets")),
-            dataset_names=_as_list(details.dataset),
-            dataset_args=_as_list(details.dataset_args),
+            language=as_list(details.language) or as_list(present.get("language")),
+            tasks=as_list(details.tasks) or as_list(present.get("pipeline_tag")),
+            datasets=as_list(details.dataset_tags) or as_list(present.get("datasets")),
+            dataset_names=as_list(details.dataset),
+            dataset_args=as_list(details.dataset_args),
         )
         store.write_bytes(README, render_card(card).encode())
 
@@ -317,48 +300,51 @@ class Publisher:
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
-    def prepare_checkpoint_push(self, url: str, *, without_weights: bool) -> CheckpointPush | None:
-        """The push that `hub_strategy` asks for after a save to `url`; None when nothing is to be pushed now.
+    def push_checkpoint(self, url: str, *, without_weights: bool, on_begin: Callable[[], None]) -> None:
+        """Queue the push that `hub_strategy` asks for after a save to `url`, after calling `on_begin`, if any.
 
-        `without_weights`: leave model.safetensors out, because the model is exported as adapters.
+        Its checkpoint is protected from rotation until the push ends. `without_weights`: leave model.safetensors out,
+        because the model is exported as adapters.
         """
         args, store = self._trainer.args, Store.open(url, field="checkpoint")
         name = url.rstrip("/").rpartition("/")[2]
         step = parse_step(name)
         if not args.push_to_hub or args.hub_strategy == HubStrategy.END or not self._trainer.is_world_process_zero():
-            return None
+            return
         if step is None:
             remedy = "Name it checkpoint-<step>."
             raise ConfigError("The folder's name is not a checkpoint's.", field="checkpoint", value=url, remedy=remedy)
         # Queued pushes would pile up on a slow connection, with outdated checkpoints.
         if self.queue.is_busy and not args.hub_always_push:
             _log.info("The previous push is not finished: the checkpoint of step %d is not pushed.", step)
-            return None
+            return
         try:
             content = self._checkpoint_content(store, name, without_weights=without_weights)
         except TrainflowError as error:
             _log.warning("The checkpoint of step %d is not pushed: %s", step, mask(str(error)))
-            return None
-        return CheckpointPush(store, name, step, content, not without_weights and store.exists(layout.SHARD_INDEX))
-
-    def queue_checkpoint(self, push: CheckpointPush) -> None:
-        """Queue a prepared push. Its checkpoint is protected from rotation until the push ends."""
+            return
+        in_blocks = not without_weights and store.exists(layout.SHARD_INDEX)
+        on_begin()
         # Before the queue has it: rotation may run before the push's thread does.
-        self._being_pushed.append(push.name)
-        self.queue.submit(lambda: self._push_checkpoint(push))
+        self._being_pushed.append(name)
+        self.queue.submit(lambda: self._push_protected(store, name, content, in_blocks=in_blocks))
 
-    def _push_checkpoint(self, push: CheckpointPush) -> str:
-        """Runs in the push's thread."""
-        message = f"Training in progress, step {push.step}"
+    def _push_protected(self, store: Store, name: str, content: Content, *, in_blocks: bool) -> str:
+        """Push the checkpoint `name`, in the push's thread; `in_blocks`: `content` lacks its weights, in blocks."""
         try:
             # Rotation by another process waits as well.
-            with protect_from_removal(push.store), tempfile.TemporaryDirectory(prefix="trainflow-push-") as folder:
-                return self._publish(_with_model_file(push, Store.open(folder)), message)
+            with protect_from_removal(store), tempfile.TemporaryDirectory(prefix="trainflow-push-") as folder:
+                if in_blocks:  # written as the file that a model's users load
+                    local, root = Store.open(folder), Store.open(store.url.rstrip("/").rpartition("/")[0])
+                    with local.open_write(layout.MODEL) as writer:
+                        open_checkpoint(root, name).write_model(writer)
+                    content = replace(content, files={**content.files, layout.MODEL: Source(local, writer.entry)})
+                return self._publish(content, f"Training in progress, step {parse_step(name)}")
         except Exception as error:
             _log_failed_push(error)
             raise
         finally:
-            self._being_pushed.remove(push.name)
+            self._being_pushed.remove(name)
 
     def _checkpoint_content(self, store: Store, name: str, *, without_weights: bool) -> Content:
         """The model of a committed checkpoint with a card, and the checkpoint itself where the strategy says so."""
@@ -380,16 +366,6 @@ class Publisher:
         elif strategy == HubStrategy.ALL_CHECKPOINTS:
             content = _with_checkpoint(files, store, name)
         return Content(content.files, {**content.texts, README: card}, kept=content.kept)
-
-
-def _with_model_file(push: CheckpointPush, folder: Store) -> Content:
-    """The content of a push; a model in blocks is written into the folder, as the file that a model's users load."""
-    if not push.in_blocks:
-        return push.content
-    root = Store.open(push.store.url.rstrip("/").rpartition("/")[0])
-    with folder.open_write(layout.MODEL) as writer:
-        open_checkpoint(root, push.name).write_model(writer)
-    return replace(push.content, files={**push.content.files, layout.MODEL: Source(folder, writer.entry)})
 
 
 def is_folder(target: str) -> bool:
@@ -425,11 +401,8 @@ def _source_repository(model: Any) -> str | None:
 
 def _newest_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """The `eval_` values of the newest log entry that has any."""
-    for entry in reversed(log_history):
-        measured = {name: value for name, value in entry.items() if name.startswith("eval_")}
-        if measured:
-            return measured
-    return {}
+    measured = ({name: entry[name] for name in entry if name.startswith("eval_")} for entry in reversed(log_history))
+    return next(filter(None, measured), {})
 
 
 def _changed_arguments(args: TrainingArguments) -> dict[str, Any]:
@@ -440,10 +413,6 @@ def _changed_arguments(args: TrainingArguments) -> dict[str, Any]:
         for name, value in args.to_dict().items()
         if value != defaults.get(name) and name not in _PLACES and not name.startswith(("hub_", "push_"))
     }
-
-
-def _as_list(value: str | Sequence[str] | None) -> list[str]:
-    return [value] if isinstance(value, str) else list(value or ())
 
 
 def _text(value: Any) -> str | None:

@@ -227,8 +227,9 @@ class SavingMethods(TrainerBase):
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         """Push the committed checkpoint at this URL as `hub_strategy` asks, in the background."""
-        publisher = self._trainflow.publisher
-        push = publisher.prepare_checkpoint_push(checkpoint_folder, without_weights=models.is_adapted(self.model))
-        if push is not None:
-            self._trainflow.events.fire("on_push_begin")
-            publisher.queue_checkpoint(push)
+        internals = self._trainflow
+        internals.publisher.push_checkpoint(
+            checkpoint_folder,
+            without_weights=models.is_adapted(self.model),
+            on_begin=lambda: internals.events.fire("on_push_begin"),
+        )
