@@ -95,13 +95,6 @@ def sorts_by_length(args: TrainingArguments) -> bool:
     return args.train_sampling_strategy == "group_by_length" or bool(getattr(args, "sortish_sampler", False))
 
 
-def _call_sampler(sampler_fn: Callable[..., Any] | None, dataset: Any) -> Any:
-    """The sampler of a dataset; overrides of older code take no dataset."""
-    if sampler_fn is None:
-        return None
-    return sampler_fn(dataset) if takes_positionals(sampler_fn, 1) else sampler_fn()
-
-
 class Loaders:
     """Makes the loaders of a Trainer; `kept` holds those of evaluation sets whose workers persist."""
 
@@ -109,10 +102,6 @@ class Loaders:
         self._trainer = trainer
         self._internals = internals
         self.kept: dict[str, Any] = {}
-
-    def forget(self) -> None:
-        """Drop the loaders that were kept: the arguments have changed."""
-        self.kept.clear()
 
     # -- columns ------------------------------------------------------------------------------------------------------
 
@@ -127,7 +116,7 @@ class Loaders:
         length = [trainer.args.length_column_name] if sorts_by_length(trainer.args) else []
         return {*trainer._signature_columns, *length}
 
-    def _prepared(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
+    def prepare(self, dataset: Any, description: str) -> tuple[Any, Callable[[list[Any]], Any]]:
         """(dataset, collator) without the columns that the model does not take."""
         trainer = self._trainer
         collate = trainer.data_collator
@@ -184,17 +173,11 @@ class Loaders:
             remedy = f"Add a column {name!r}, or name it in length_column_name."
             raise ConfigError(what, field="length_column_name", value=name, remedy=remedy) from error
 
-    def training_loader(
-        self, dataset: Any, description: str, batch_size: int, sampler_fn: Callable[[Any], Any] | None
-    ) -> Any:
+    def train_loader(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, sampler: Sampler[int] | None
+    ) -> TrainLoader:
         """The loader of this rank's micro-batches of `batch_size` samples, in the order of the sampler."""
-        trainer, args, share = self._trainer, self._trainer.args, self._internals.world.comm.data_parallel
-        dataset, collate = self._prepared(dataset, description)
-        # As many micro-batches in a step as the arguments ask for, whatever their size.
-        global_batch = trainer.get_total_train_batch_size(args) * batch_size // trainer._train_batch_size
-        if isinstance(dataset, IterableDataset) or not has_length(dataset):
-            return self._stream_loader(dataset, collate, batch_size, global_batch=global_batch)
-        sampler = _call_sampler(sampler_fn, dataset)
+        args, share = self._trainer.args, self._internals.world.comm.data_parallel
         order: Order = SequentialOrder(len(dataset))
         if sampler is not None:
             order = sampler.order if isinstance(sampler, OrderSampler) else SamplerOrder(sampler, args.seed)
@@ -202,7 +185,7 @@ class Loaders:
             collate = WithSources(collate, order.names)
         plan = BatchPlan.cut(
             order.num_samples,
-            global_batch=global_batch,
+            global_batch=self._global_batch(batch_size),
             micro_batch=batch_size,
             data_parallel_size=share.size,
             rank=share.rank,
@@ -210,21 +193,19 @@ class Loaders:
         )
         return TrainLoader(dataset, order=order, plan=plan, collate=collate, seed=args.seed, options=self._options())
 
-    def _stream_loader(
-        self,
-        dataset: Any,
-        collate: Callable[[list[Any]], Any],
-        batch_size: int,
-        *,
-        global_batch: int | None = None,
-        dummy_batches: bool = False,
+    def _global_batch(self, batch_size: int) -> int:
+        """The samples of a step: as many micro-batches as the arguments ask for, whatever their size."""
+        trainer = self._trainer
+        return trainer.get_total_train_batch_size(trainer.args) * batch_size // trainer._train_batch_size
+
+    def stream_loader(
+        self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, *, trains: bool
     ) -> IterableLoader:
-        """A loader of this rank's share of a stream; without a global batch, to evaluate."""
+        """A loader of this rank's share of a stream."""
         args, share = self._trainer.args, self._internals.world.comm.data_parallel
-        trains = global_batch is not None
         return IterableLoader(
             dataset,
-            global_batch=batch_size * share.size if global_batch is None else global_batch,
+            global_batch=self._global_batch(batch_size) if trains else batch_size * share.size,
             micro_batch=batch_size,
             data_parallel_size=share.size,
             rank=share.rank,
@@ -232,7 +213,8 @@ class Loaders:
             seed=args.seed,
             drop_last=trains and args.dataloader_drop_last,
             options=self._options(training=trains),
-            dummy_batches=dummy_batches and share.size > 1,
+            # A rank whose stream has ended still takes part in the evaluation steps of the others.
+            dummy_batches=not trains and share.size > 1,
         )
 
     def source_of(self, loader: Any) -> TrainSource:
@@ -295,38 +277,13 @@ class Loaders:
             raise ConfigError("Evaluating needs data.", field="eval_dataset", remedy="Give it to the Trainer.")
         return dataset
 
-    def inference_loader(
-        self,
-        dataset: Any,
-        description: str,
-        batch_size: int,
-        sampler_fn: Callable[[Any], Any] | None,
-        *,
-        key: str | None,
-    ) -> Any:
-        """A loader of this rank's share of a dataset to evaluate or predict; kept under `key` if workers persist."""
-        dataset, collate = self._prepared(dataset, description)
-        loader: EvalLoader | IterableLoader
-        if isinstance(dataset, IterableDataset) or not has_length(dataset):
-            # A rank whose stream has ended still takes part in the steps of the others.
-            loader = self._stream_loader(dataset, collate, batch_size, dummy_batches=True)
-        else:
-            sampler = _call_sampler(sampler_fn, dataset)
-            if sampler is not None:
-                dataset = Subset(dataset, [int(index) for index in sampler])
-            loader = self._shared_loader(dataset, collate, batch_size)
-        self._internals.accelerator.watch(loader)
-        if key is not None and self._trainer.args.dataloader_persistent_workers:
-            self.kept[key] = loader
-        return loader
-
     def range_loader(self, dataset: Any, start: int, stop: int) -> EvalLoader:
         """A loader of rows [start, stop) for this process alone."""
-        dataset, collate = self._prepared(dataset, "test")
+        dataset, collate = self.prepare(dataset, "test")
         batch_size = self._internals.world.eval_batch_size(self._trainer.args)
-        return self._shared_loader(dataset, collate, batch_size, (start, stop))
+        return self.eval_loader(dataset, collate, batch_size, (start, stop))
 
-    def _shared_loader(
+    def eval_loader(
         self, dataset: Any, collate: Callable[[list[Any]], Any], batch_size: int, rows: tuple[int, int] | None = None
     ) -> EvalLoader:
         """A loader of this rank's share of all rows; with `rows`, of these rows for this process alone."""
@@ -445,9 +402,23 @@ class DataMethods(TrainerBase):
             dataloader_key: the name of an evaluation set, whose loader is kept where its workers persist.
         """
         loaders = self._trainflow.loaders
-        if is_training:
-            return loaders.training_loader(dataset, description, batch_size, sampler_fn)
-        return loaders.inference_loader(dataset, description, batch_size, sampler_fn, key=dataloader_key)
+        dataset, collate = loaders.prepare(dataset, description)
+        loader: Any
+        if isinstance(dataset, IterableDataset) or not has_length(dataset):
+            loader = loaders.stream_loader(dataset, collate, batch_size, trains=is_training)
+        else:
+            # Overrides of older code take no dataset.
+            given = (dataset,) if sampler_fn is not None and takes_positionals(sampler_fn, 1) else ()
+            sampler = None if sampler_fn is None else sampler_fn(*given)
+            if is_training:
+                return loaders.train_loader(dataset, collate, batch_size, sampler)
+            rows = dataset if sampler is None else Subset(dataset, [int(index) for index in sampler])
+            loader = loaders.eval_loader(rows, collate, batch_size)
+        if not is_training:
+            self._trainflow.accelerator.watch(loader)
+            if dataloader_key is not None and self.args.dataloader_persistent_workers:
+                loaders.kept[dataloader_key] = loader
+        return loader
 
     def get_train_dataloader(self) -> Any:
         """The loader of this rank's training micro-batches; an override may return any DataLoader."""

@@ -134,7 +134,7 @@ class Trainer(StepMethods, EvaluationMethods, SavingMethods, ReportingMethods):
         internals.engine.set_up(args, world)
         internals.model.set_up_smoothing(args)
         internals.attempts.allowed = None
-        internals.loaders.forget()
+        internals.loaders.kept.clear()  # those of other arguments
         if hasattr(self, "callback_handler"):  # the Trainer is built, so this is a trial of a search
             self.create_accelerator_and_postprocess()
         else:
