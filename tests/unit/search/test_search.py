@@ -20,7 +20,7 @@ from trainer_lib.arguments.enums import HPSearchBackend
 from trainer_lib.errors import ConfigError, MissingExtraError, Preempted
 from trainer_lib.search.base import TrialRun, default_compute_objective, default_hp_space_optuna
 from trainer_lib.search.trial_process import find_place, put_together, sent_as_reference, take_apart
-from trainer_lib.trainer.checkpoints.restore import PresentSettings
+from trainer_lib.trainer.checkpoints.restore import keep_hyperparameters
 
 
 class Notes(TrainerCallback):
@@ -480,10 +480,9 @@ def test_settings_of_now_on_the_state_of_another_training(kind: str) -> None:
     for _ in range(5):
         other[0].step()
         step(other[1])
-    present = PresentSettings(*now, 0.4)
-    now[0].load_state_dict(copy.deepcopy(other[0].state_dict()))
-    now[1].load_state_dict(other[1].state_dict())
-    present.put_back(0.1)
+    with keep_hyperparameters(*now, 0.4, 0.1):
+        now[0].load_state_dict(copy.deepcopy(other[0].state_dict()))
+        now[1].load_state_dict(other[1].state_dict())
     [group] = now[0].param_groups
     assert group["weight_decay"] == 0.5
     assert group["lr"] == pytest.approx(0.2 if kind == "linear" else 0.4)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,42 +46,34 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
 
-class PresentSettings:
-    """Hyperparameters of the arguments, kept while another training's optimizer and schedule are restored.
+@contextlib.contextmanager
+def keep_hyperparameters(optimizer: Optimizer | None, schedule: Any, rate: float, rate_then: Any) -> Iterator[None]:
+    """Inside, another training's optimizer and schedule are restored; afterwards their settings are those of now.
 
-    `rate`: the learning rate of the arguments.
+    The learning rate is where the restored schedule is, from `rate`, that of the arguments; `rate_then`: that of the
+    other training's.
     """
-
-    def __init__(self, optimizer: Optimizer | None, schedule: Any, rate: float) -> None:
-        self._optimizer = optimizer
-        self._schedule = schedule
-        self._rate = rate
-        groups = [] if optimizer is None else optimizer.param_groups
-        self._groups = [{name: _copied(value) for name, value in group.items() if name != "params"} for group in groups]
-        self._bases = list(getattr(schedule, "base_lrs", ()))
-
-    def put_back(self, rate_then: Any) -> None:
-        """Use the settings again; the learning rate is where the restored schedule is, from the rate of now.
-
-        `rate_then`: the learning rate of the other training's arguments.
-        """
-        groups = [] if self._optimizer is None else self._optimizer.param_groups
-        for group, settings in zip(groups, self._groups, strict=True):
-            # A schedule keeps the rate that it multiplies next to the one that it sets.
-            then, now = group.get("initial_lr"), settings.get("initial_lr")
-            if then is None or now is None:
-                then, now = rate_then, self._rate
-            reached = float(group["lr"])
-            group.update(settings)
-            rate = reached * float(now) / float(then) if then else float(now)
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(rate)
-            else:
-                group["lr"] = rate
-        if self._bases:
-            self._schedule.base_lrs = list(self._bases)
-        if hasattr(self._schedule, "_last_lr"):
-            self._schedule._last_lr = [_copied(group["lr"]) for group in groups]
+    groups = [] if optimizer is None else optimizer.param_groups
+    present = [{name: _copied(value) for name, value in group.items() if name != "params"} for group in groups]
+    bases = list(getattr(schedule, "base_lrs", ()))
+    yield
+    groups = [] if optimizer is None else optimizer.param_groups  # a restored optimizer has new ones
+    for group, settings in zip(groups, present, strict=True):
+        # A schedule keeps the rate that it multiplies next to the one that it sets.
+        then, now = group.get("initial_lr"), settings.get("initial_lr")
+        if then is None or now is None:
+            then, now = rate_then, rate
+        reached = float(group["lr"])
+        group.update(settings)
+        scaled = reached * float(now) / float(then) if then else float(now)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"].fill_(scaled)
+        else:
+            group["lr"] = scaled
+    if bases:
+        schedule.base_lrs = bases
+    if hasattr(schedule, "_last_lr"):
+        schedule._last_lr = [_copied(group["lr"]) for group in groups]
 
 
 def _copied(value: Any) -> Any:
@@ -317,9 +309,6 @@ class Restore:
         """Restore optimizer and schedule; `Trainer._load_optimizer_and_scheduler` documents it."""
         trainer, loaded = self._trainer, self.open(url)
         snapshot = loaded.read_optimizer(lambda read: self._read(loaded, read))
-        present = None
-        if loaded.url == self._internals.trials.origin:
-            present = PresentSettings(trainer.optimizer, trainer.lr_scheduler, trainer.args.learning_rate)
         if trainer.optimizer is not None and snapshot is not None:
             now, then = self._internals.engine.optimizer_classes(), loaded.commit.meta.get("optimizer")
             if then is None and snapshot.groups:  # imported: other settings tell most classes apart
@@ -330,14 +319,17 @@ class Restore:
                 what = f"The checkpoint holds the state of {then[0]}."
                 remedy = f"Resume with {then[0]}; an empty override of _load_optimizer_and_scheduler begins a new one."
                 raise ConfigError(what, field="optimizer", value=now[0], remedy=remedy)
-            with loaded.treat_errors_as_damage(OPTIMIZER):
-                restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
-        if trainer.lr_scheduler is not None and loaded.scheduler is not None:
-            with loaded.treat_errors_as_damage(SCHEDULER):
-                state = trainer.lr_scheduler.state_dict()
-                trainer.lr_scheduler.load_state_dict(_placed_like(state, loaded.scheduler))
-        if present is not None:
-            present.put_back(loaded.training_args.get("learning_rate"))
+        rates = trainer.args.learning_rate, loaded.training_args.get("learning_rate")
+        keeps = loaded.url == self._internals.trials.origin
+        kept = keep_hyperparameters(trainer.optimizer, trainer.lr_scheduler, *rates)
+        with kept if keeps else contextlib.nullcontext():
+            if trainer.optimizer is not None and snapshot is not None:
+                with loaded.treat_errors_as_damage(OPTIMIZER):
+                    restore_optimizer(trainer.optimizer, self._internals.engine.named_parameters(), snapshot)
+            if trainer.lr_scheduler is not None and loaded.scheduler is not None:
+                with loaded.treat_errors_as_damage(SCHEDULER):
+                    state = trainer.lr_scheduler.state_dict()
+                    trainer.lr_scheduler.load_state_dict(_placed_like(state, loaded.scheduler))
 
     def accept_batch(self, loaded: Checkpoint, source: TrainSource, max_steps: int) -> int:
         """The optimizer steps to do in all, after a change of the global batch if there is one. Raises ConfigError."""
@@ -457,13 +449,9 @@ class Restore:
 
 def _newest_by_name(root: Store, skip: Collection[str]) -> str | None:
     """The URL of the newest checkpoint by names, sizes and commit files; its bytes are checked when they are read."""
-
-    def warn(what: str) -> None:
-        _log.warning("%s", what)
-
     # A checkpoint that holds only a model beats none: the error can then name what is missing.
     for resumable in (True, False):
-        found = find_newest_intact(root, on_damage=warn, digests=False, resumable=resumable, skip=skip)
+        found = find_newest_intact(root, on_damage=_log.warning, digests=False, resumable=resumable, skip=skip)
         if found is not None:
             return found.url
     return None

@@ -79,14 +79,11 @@ def part_seeds(model: nn.Module, *numbers: int) -> None:
 @contextlib.contextmanager
 def keep_seeds(model: nn.Module) -> Iterator[None]:
     """Restore the seeds of a model after a block."""
-    before = {name: seed.detach().clone() for name, seed in _seeds(model).items()}
+    before = capture_seeds(model)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for name, seed in _seeds(model).items():
-                if name in before:
-                    seed.copy_(before[name])
+        restore_seeds(model, before)
 
 
 def _seeds(model: nn.Module) -> dict[str, torch.Tensor]:
