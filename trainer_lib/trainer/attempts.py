@@ -77,6 +77,7 @@ class Attempts:
 
     Attributes:
         allowed: the micro-batch that memory allows; None = that of the arguments.
+        spikes: the record of the newest rollback, until a training takes it over.
         url: the checkpoint that the next attempt continues; None = the start.
         halves: whether short memory halves the micro-batch. Several processes exchange more for it: only if asked.
     """
@@ -84,7 +85,7 @@ class Attempts:
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
-        self._spikes: list[Spike] = []  # the record of the newest rollback, until a training takes it over
+        self.spikes: list[Spike] = []
         self._resumed: str | None = None
         self._first_step: int | None = None
         self._backup: Backup | None = None
@@ -109,7 +110,7 @@ class Attempts:
         """Inside, attempts begin at `self.url`, and `recover` prepares the next one."""
         args, engine = self._trainer.args, self._internals.engine
         self.url = self._resumed = url
-        self._spikes, self._first_step = [], None
+        self.spikes, self._first_step = [], None
         alone = self._internals.world.comm.world_size == 1
         self.halves = args.auto_find_batch_size or (follows_global_batch(args) and alone)
         if not self.halves and args.loss_spike_sigma is None:
@@ -141,7 +142,7 @@ class Attempts:
             has_saved = run.saved_step > run.first_step and not self._trainer.args.save_only_model
             newest = internals.checkpoints.newest_committed() if has_saved else None
             self.url = self._resumed = self.url if newest is None else newest.url
-            self._spikes, self._first_step = [], None
+            self.spikes, self._first_step = [], None
         run.source.close()  # before the next attempt makes a source of the same loader
         if isinstance(run.source, ForeignLoader):
             run.source.rewind()
@@ -180,16 +181,11 @@ class Attempts:
             *(step, size, self.allowed, global_batch, reason),
         )
 
-    @property
-    def follows_rollback(self) -> bool:
-        """Whether the training that begins now follows a rollback."""
-        return bool(self._spikes)
-
     def apply_rollback(self, run: TrainingRun, step: int) -> None:
         """Give a training that begins after `step` the record of the rollback that led there."""
-        run.spikes += [spike for spike in self._spikes if spike.after == step]
+        run.spikes += [spike for spike in self.spikes if spike.after == step]
         run.skip_until = max((spike.step for spike in run.spikes), default=0)
-        self._spikes = []
+        self.spikes = []
 
     def _go_back(self, run: TrainingRun, spike: SpikeFound) -> None:
         internals = self._internals
@@ -232,7 +228,7 @@ class Attempts:
             remedy = "Lower learning_rate, clip gradients, check the data, or allow more rollbacks."
             raise LossSpikeError(what, field="max_loss_spikes", value=limit, step=spike.step, remedy=remedy)
         # Records up to the checkpoint are in it.
-        self._spikes = [*(earlier for earlier in known if earlier.after == spike.after), spike]
+        self.spikes = [*(earlier for earlier in known if earlier.after == spike.after), spike]
         if self._trainer.is_world_process_zero():
             _log.warning(
                 "The loss spiked at step %d (%s): training goes back to step %d and skips the samples of steps %d to "

@@ -238,11 +238,6 @@ class StepHistory:
         return {name: count for name in names if (count := getattr(self, name))}
 
     @property
-    def anything(self) -> bool:
-        """Whether a step was taken since the last log."""
-        return bool(self._since_log or self._losses)
-
-    @property
     def in_trouble(self) -> bool:
         """Whether the newest collected step was not finite; such a model is never the best."""
         return self._in_a_row > 0
@@ -252,9 +247,9 @@ class StepHistory:
         return self._total / self._counted if self._counted else math.nan
 
     def state(self) -> dict[str, Any]:
-        """As JSON; call after `collect`. JSON has no NaN and no infinity, so they are written as text."""
+        """As JSON; call after `collect`."""
         return {
-            "since_log": [[_written(loss), _written(norm)] for loss, norm in self._since_log],
+            "since_log": [[json_number(loss), json_number(norm)] for loss, norm in self._since_log],
             "total": self._total,
             "counted": self._counted,
             "in_a_row": self._in_a_row,
@@ -280,5 +275,6 @@ class StepHistory:
             self.sources.load_state(state["sources"])
 
 
-def _written(value: float) -> float | str:
+def json_number(value: float) -> float | str:
+    """The value as JSON takes it, which has no NaN and no infinity: they are written as text."""
     return value if math.isfinite(value) else str(value)

@@ -40,7 +40,7 @@ from trainer_lib.trainer.checkpoints.checkpointing import SavePlan
 from trainer_lib.trainer.history import SpikeFound, SpikeWatch, StepHistory
 from trainer_lib.trainer.model.forward import LossRule
 from trainer_lib.trainer.model.source_losses import SourceLosses, take_sources
-from trainer_lib.trainer.run import StopAgreed, StopRequest, TrainingRun
+from trainer_lib.trainer.run import StopAgreed, StopRequest, TimeSpent, TrainingRun
 from trainer_lib.trainer.trainer_checks import without_length
 from trainer_lib.trainer.weighting import LossScale, StepWeights
 
@@ -96,8 +96,7 @@ class TrainingLoop:
         finally:
             if internals.run is not None:
                 internals.run.source.close()
-            trainer.is_in_train, internals.stop = False, None
-            self.drop_run()
+            trainer.is_in_train, internals.stop, internals.run = False, None, None
             internals.restore.release()
             trainer._memory_tracker.abandon()
 
@@ -129,7 +128,7 @@ class TrainingLoop:
         trainer, internals = self._trainer, self._internals
         began = time.monotonic()
         run, loaded = begin_run(trainer, internals, url, trial, ignore_keys)
-        run.spent.begin(restored=0.0 if loaded is None else time.monotonic() - began)
+        run.spent = TimeSpent(0.0 if loaded is None else time.monotonic() - began)
         fire, model, stop = internals.events.fire, trainer.model_wrapped, run.stop
         try:
             begin_callbacks(trainer, internals, run, loaded)
@@ -315,7 +314,7 @@ class TrainingLoop:
         # First: after a non-finite step, no evaluation is the best.
         run.history.collect(trainer.state.global_step)
         # A skipped step has been logged before the rollback, where a log was due.
-        if trainer.control.should_log and run.history.anything and trainer.state.global_step > run.skip_until:
+        if trainer.control.should_log and run.history.steps_since_log and trainer.state.global_step > run.skip_until:
             logs = run.history.take(hide_nonfinite=trainer.args.logging_nan_inf_filter)
             if run.spikes:
                 logs["loss_spikes"] = len(run.spikes)
@@ -335,20 +334,21 @@ class TrainingLoop:
     # -- ending -------------------------------------------------------------------------------------------------------
 
     def _close_epoch(self, run: TrainingRun, *, exhausted: bool) -> None:
-        step = self._trainer.state.global_step
+        step, is_read = self._trainer.state.global_step, exhausted or run.step_in_epoch == run.source.steps_per_epoch
         if run.step_in_epoch == 0:
             if step == run.first_step:
                 remedy = "Give data that is not empty."
                 raise DataError("The training data gave no batch.", field="train_dataset", remedy=remedy)
             _log.warning("The training data gave no more batches at step %d: stopping there.", step)
             self._trainer.control.should_training_stop = True
-        elif not run.weights.has_targets and (exhausted or run.step_in_epoch == run.source.steps_per_epoch):
+        elif is_read and not run.weights.has_targets:
             run.history.collect(step)
             run.history.require_targets(step, run.step_in_epoch)
         if exhausted and run.step_in_epoch and run.source.steps_per_epoch is None:
             run.note_pass(run.step_in_epoch * (run.source.global_batch or 1))
             self._trainer.state.epoch = run.epoch + 1.0
-        run.close_epoch(exhausted=exhausted or self._trainer.control.should_epoch_stop)
+        if is_read or self._trainer.control.should_epoch_stop:  # else a later run may continue this epoch
+            run.epoch, run.step_in_epoch = run.epoch + 1, 0
 
     def _save_and_stop(self) -> None:
         step = self._trainer.state.global_step

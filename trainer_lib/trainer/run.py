@@ -23,8 +23,7 @@ from typing import Any
 
 from trainer_lib.data.loading.loader import TrainSource
 from trainer_lib.distributed.communicator import Communicator
-from trainer_lib.errors import InfrastructureError, StorageError
-from trainer_lib.state import TrainerState
+from trainer_lib.errors import StorageError
 from trainer_lib.trainer.history import Spike, StepHistory
 from trainer_lib.trainer.weighting import MicroBatches, StepWeights
 
@@ -110,10 +109,6 @@ class TimeSpent:
     saved: float = 0.0
     _began: float = field(default_factory=time.monotonic)
 
-    def begin(self, *, restored: float) -> None:
-        """Start the clock of the training, after a checkpoint was restored in `restored` seconds."""
-        self.restored, self._began = restored, time.monotonic()
-
     @contextmanager
     def count(self, name: str) -> Iterator[None]:
         """Count the block as "evaluated" or "saved"."""
@@ -128,19 +123,6 @@ class TimeSpent:
         trained = time.monotonic() - self._began - self.evaluated - self.saved
         spent = {"trained": trained, "evaluated": self.evaluated, "saved": self.saved, "restored": self.restored}
         return {name: round(seconds, 3) for name, seconds in spent.items()}
-
-
-@dataclass(frozen=True)
-class Saving:
-    """A save that has started: its destination, whether it is the best model so far, and the state at its step.
-
-    `rollback_step`: what the run's is once the save is committed.
-    """
-
-    url: str
-    best: bool
-    state: TrainerState
-    rollback_step: int
 
 
 @dataclass
@@ -165,7 +147,6 @@ class TrainingRun:
         restored_past: the model's memory (`past_index`) out of a checkpoint, until the next epoch opens.
         saved_step, announced_step: step of the newest committed checkpoint, and of the newest one that callbacks know
             of; -1 when there is none.
-        saving: the newest save that has started.
         save_error, failed_saves: why the newest save failed (None: it did not), and how many failed in a row.
         kept_best: best metric and its step, as far as a checkpoint of it is committed.
         stopping: the step under way is saved because of a request to stop.
@@ -193,7 +174,6 @@ class TrainingRun:
     restored_past: Any = None
     saved_step: int = -1
     announced_step: int = -1
-    saving: Saving | None = None
     save_error: StorageError | None = None
     failed_saves: int = 0
     kept_best: tuple[float | None, int | None] = (None, None)
@@ -209,24 +189,14 @@ class TrainingRun:
 
     def open_epoch(self) -> MicroBatches:
         """The micro-batches of the current epoch, from the current step on."""
-        return self.weights.open_epoch(MicroBatches(self.source, self.epoch, self.step_in_epoch))
-
-    def close_epoch(self, *, exhausted: bool) -> None:
-        """Go to the next epoch, unless training ends inside this one: a later run may continue it."""
-        if exhausted or self.step_in_epoch == self.source.steps_per_epoch:
-            self.epoch, self.step_in_epoch = self.epoch + 1, 0
+        self.weights.batches = MicroBatches(self.source, self.epoch, self.step_in_epoch)
+        return self.weights.batches
 
     def note_pass(self, samples: int) -> None:
         """Take the length of the newest whole pass over a stream as that of the next ones."""
         if samples and self.source.steps_per_epoch is None:
             self.pass_samples = samples
             self.micros_per_epoch = -(-samples // (self.source.global_batch or 1)) * self.micros_per_step
-
-    def current_save(self) -> Saving:
-        """The save under way or just finished. Raises InfrastructureError when there was none."""
-        if self.saving is None:
-            raise InfrastructureError("No save has started.")
-        return self.saving
 
     def position(self) -> dict[str, Any]:
         """Epoch, step and sample position, as JSON."""

@@ -180,6 +180,7 @@ class StepWeights:
         by_targets: a micro-batch without targets has no loss; False where the author scales the loss.
 
     Attributes:
+        batches: those of the epoch, which tell dummies apart.
         items: target items of each micro-batch, n(r, m); 0 for a dummy batch.
         samples: samples of each micro-batch; 0 for a dummy batch, None for unknown.
         num_items: target items of the step, N.
@@ -195,7 +196,7 @@ class StepWeights:
         self._scale = float(data_parallel_size) if over_ranks else 1.0
         self._by_targets = by_targets
         self._counts_all = over_ranks or data_parallel_size == 1
-        self._batches: MicroBatches | None = None
+        self.batches: MicroBatches | None = None
         self.items: list[int] = []
         self.samples: list[int | None] = []
         self.num_items: Any = None
@@ -206,19 +207,14 @@ class StepWeights:
         self.has_targets = True
         self.empty_batches = 0
 
-    def open_epoch(self, batches: MicroBatches) -> MicroBatches:
-        """Take the micro-batches of an epoch, to know which of them are dummies."""
-        self._batches = batches
-        return batches
-
     def count(self, batches: list[Any], count_items: Callable[[Any, int | None], int]) -> int:
-        """Count the target items of a step's micro-batches, as they come from `open_epoch`; their sum on this rank.
+        """Count the target items of a step's micro-batches, as `batches` gave them; their sum on this rank.
 
         `count_items`: (batch, samples that the collator was given) -> target items.
         """
         self.all_batches = None
         known: list[int | None] = [None] * len(batches)
-        self.samples = known if self._batches is None else self._batches.samples_of(batches)
+        self.samples = known if self.batches is None else self.batches.samples_of(batches)
         pairs = zip(batches, self.samples, strict=True)
         items = self.items = [0 if samples == 0 else count_items(batch, samples) for batch, samples in pairs]
         if not self._by_targets:  # such a loss may have a value without targets

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import sys
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from trainer_lib.distributed import communicator as distributed
 from trainer_lib.evaluation.metrics import to_json_value
 from trainer_lib.storage import Store
 from trainer_lib.trainer.api.base import TrainerBase
+from trainer_lib.trainer.history import json_number
 from trainer_lib.trainer.model import models
 
 if TYPE_CHECKING:
@@ -161,12 +161,8 @@ class ReportingMethods(TrainerBase):
 
 
 def _as_json(metrics: Mapping[str, Any]) -> bytes:
-    # JSON has no number for NaN and infinity: they are written as text.
     plain = {name: to_json_value(value) for name, value in metrics.items()}
-    finite = {
-        name: value if not isinstance(value, float) or math.isfinite(value) else str(value)
-        for name, value in plain.items()
-    }
+    finite = {name: json_number(value) if isinstance(value, float) else value for name, value in plain.items()}
     return (json.dumps(finite, indent=4, sort_keys=True) + "\n").encode()
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -37,7 +37,7 @@ from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, withdraw_folder
 from trainer_lib.trainer.overrides import takes
-from trainer_lib.trainer.run import Saving, TrainingRun
+from trainer_lib.trainer.run import TrainingRun
 
 if TYPE_CHECKING:
     from trainer_lib.trainer.internals import Internals
@@ -82,73 +82,26 @@ class Occupied:
     `newest`: the highest step of an earlier run; 0 without any.
     """
 
-    names: tuple[str, ...] = ()
+    names: Sequence[str] = ()
     newest: int = 0
-    foreign: tuple[int, ...] = ()
+    foreign: Sequence[int] = ()
 
     def forbids(self, step: int) -> bool:
         """Whether a checkpoint of this step would replace one, or lie below a newer one."""
         return step <= self.newest or step in self.foreign
 
 
-def claim_output_dir(
-    root: Store,
-    args: TrainingArguments,
-    plan: SavePlan,
-    *,
-    recorded: Collection[str] | None,
-    is_own: Callable[[str], bool],
-) -> Occupied:
-    """Prepare the folder of checkpoints for this run, and remove what interrupted saves left. Raises ConfigError.
+@dataclass(frozen=True)
+class Saving:
+    """A save that has started: its destination, whether it is the best model so far, and the state at its step.
 
-    Returns what stays in it. `recorded` names the earlier run's checkpoints, as the checkpoint that this run continues
-    has them; None for a new run. `is_own`: whether this process committed the checkpoint at a URL.
+    `rollback_step`: what the run's is once the save is committed.
     """
-    foreign = list_foreign(root)
-    found = (parse_step(name) for name in foreign)
-    steps = () if args.overwrite_output_dir else tuple(step for step in found if step is not None)
-    if any(plan.includes(step) for step in steps):
-        raise ConfigError(
-            f"The folder holds checkpoints that another program wrote ({foreign[0]}), and this run would replace some.",
-            field="output_dir",
-            value=root.url,
-            remedy=f"Choose another. {IMPORT}",
-        )
-    if steps:
-        _log.warning("%s holds checkpoints that another program wrote (%s); they stay.", root.url, foreign[0])
-    if recorded is None:
-        earlier = _check_earlier_run(root, args, plan, is_own)
-    else:
-        earlier = [info for info in list_checkpoints(root) if info.name in recorded]
-    delete_leftovers(root)
-    return Occupied(tuple(info.name for info in earlier), max((info.step for info in earlier), default=0), steps)
 
-
-def _check_earlier_run(
-    root: Store, args: TrainingArguments, plan: SavePlan, is_own: Callable[[str], bool]
-) -> list[CheckpointInfo]:
-    """An earlier run's checkpoints, which stay; those of this Trainer's last `train` are removed."""
-    present = list_checkpoints(root)
-    earlier = [] if args.overwrite_output_dir else [i for i in present if not is_own(root.child(i.name).url)]
-    if earlier:
-        newest, first = earlier[0], plan.first
-        if first is not None and first <= newest.step:
-            raise ConfigError(
-                f"The folder holds checkpoints of an earlier run ({newest.name} is the newest), and this run would "
-                f"save from step {first} on. It would replace some, or a later resume would find them and not its own.",
-                field="output_dir",
-                value=root.url,
-                remedy='Resume (resume_from_checkpoint="auto"), set overwrite_output_dir=True, or choose another.',
-            )
-        _log.warning(
-            "%s holds checkpoints of an earlier run (%s is the newest); they stay, also beyond save_total_limit.",
-            *(root.url, newest.name),
-        )
-    kept = {info.name for info in earlier}
-    for info in present:
-        if info.name not in kept:
-            withdraw_folder(root.child(info.name))
-    return earlier
+    url: str
+    best: bool
+    state: TrainerState
+    rollback_step: int
 
 
 _STATE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
@@ -160,6 +113,8 @@ class Checkpoints:
     Attributes:
         is_adding_model: an overridden `save_model` writes into a checkpoint now.
     """
+
+    _saving: Saving  # the newest save that has started
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
@@ -179,15 +134,63 @@ class Checkpoints:
         An earlier run's checkpoints stay as long as any attempt of this run lasts: its own checkpoints name them.
         """
         self.close()  # a save whose wait was interrupted is this Trainer's own, however it ends
-        args, world = self._trainer.args, self._internals.world
+        world = self._internals.world
         recorded = None if resumed is None else resumed.earlier_runs
-        if self._internals.attempts.follows_rollback:  # back at the start of a resumed run, nothing of it names them
+        if self._internals.attempts.spikes:  # back at the start of a resumed run, nothing of it names them
             recorded = self.occupied.names
-        found = world.run_on_main_process(
-            lambda: claim_output_dir(self.root(), args, plan, recorded=recorded, is_own=lambda url: url in self._own)
-        )
-        names, newest, foreign = world.comm.broadcast_json(None if found is None else list(astuple(found)))
-        self.occupied = Occupied(tuple(names), newest, tuple(foreign))
+        found = world.run_on_main_process(lambda: self._claim(self.root(), plan, recorded))
+        self.occupied = Occupied(*world.comm.broadcast_json(None if found is None else astuple(found)))
+
+    def _claim(self, root: Store, plan: SavePlan, recorded: Collection[str] | None) -> Occupied:
+        """Remove what interrupted saves left in the folder of checkpoints; returns what stays. Raises ConfigError.
+
+        `recorded` names the earlier run's checkpoints, as the checkpoint that this run continues has them; None for a
+        new run.
+        """
+        foreign = list_foreign(root)
+        found = (parse_step(name) for name in foreign)
+        steps = [] if self._trainer.args.overwrite_output_dir else [step for step in found if step is not None]
+        if any(plan.includes(step) for step in steps):
+            raise ConfigError(
+                f"The folder holds checkpoints that another program wrote ({foreign[0]}), and this run would replace "
+                "some.",
+                field="output_dir",
+                value=root.url,
+                remedy=f"Choose another. {IMPORT}",
+            )
+        if steps:
+            _log.warning("%s holds checkpoints that another program wrote (%s); they stay.", root.url, foreign[0])
+        if recorded is None:
+            earlier = self._earlier_run(root, plan)
+        else:
+            earlier = [info for info in list_checkpoints(root) if info.name in recorded]
+        delete_leftovers(root)
+        return Occupied([info.name for info in earlier], max((info.step for info in earlier), default=0), steps)
+
+    def _earlier_run(self, root: Store, plan: SavePlan) -> list[CheckpointInfo]:
+        """An earlier run's checkpoints, which stay; those of this Trainer's last `train` are removed."""
+        overwrites, first = self._trainer.args.overwrite_output_dir, plan.first
+        earlier, own = list[CheckpointInfo](), list[CheckpointInfo]()
+        for info in list_checkpoints(root):
+            (own if overwrites or root.child(info.name).url in self._own else earlier).append(info)
+        if earlier:
+            newest = earlier[0]
+            if first is not None and first <= newest.step:
+                raise ConfigError(
+                    f"The folder holds checkpoints of an earlier run ({newest.name} is the newest), and this run would "
+                    f"save from step {first} on. It would replace some, or a later resume would find them and not its "
+                    "own.",
+                    field="output_dir",
+                    value=root.url,
+                    remedy='Resume (resume_from_checkpoint="auto"), set overwrite_output_dir=True, or choose another.',
+                )
+            _log.warning(
+                "%s holds checkpoints of an earlier run (%s is the newest); they stay, also beyond save_total_limit.",
+                *(root.url, newest.name),
+            )
+        for info in own:
+            withdraw_folder(root.child(info.name))
+        return earlier
 
     def withdraw(self, *, after: int, until: int) -> None:
         """Remove this run's checkpoints of the steps after `after` up to `until`. Collective."""
@@ -235,7 +238,7 @@ class Checkpoints:
         rollback_step = run.rollback_step if run.stopping or run.history.in_trouble else step
         snapshot.data["rollback_step"] = rollback_step
         # A copy of the state: when the save is committed, training may be steps ahead.
-        run.saving = saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state), rollback_step)
+        self._saving = saving = Saving(url, is_best, TrainerState.from_dict(snapshot.trainer_state), rollback_step)
         add = self._own_files()
         if add is None and self._saver is not None:
             try:
@@ -321,12 +324,12 @@ class Checkpoints:
         self._note_commit(run)
         control = self._trainer.control
         requested = control.should_save  # for the step that has just ended
-        self.announce(run.current_save().state)
+        self.announce(self._saving.state)
         control = self._trainer.control
         control.should_save = control.should_save or requested
 
     def _note_commit(self, run: TrainingRun) -> None:
-        saving = run.current_save()
+        saving = self._saving
         run.saved_step, run.save_error, run.failed_saves = saving.state.global_step, None, 0
         run.rollback_step = saving.rollback_step
         self._own.add(saving.url)
@@ -336,7 +339,7 @@ class Checkpoints:
 
     def _note_failure(self, run: TrainingRun, error: StorageError) -> None:
         """Log a failed save, and raise it after too many. A best model that was lost with it is not the best."""
-        saving, state = run.current_save(), self._trainer.state
+        saving, state = self._saving, self._trainer.state
         run.save_error, run.failed_saves = error, run.failed_saves + 1
         if saving.best and state.best_global_step == saving.state.global_step:
             state.best_metric, state.best_global_step = run.kept_best
