@@ -243,13 +243,7 @@ class TFTrainer(Trainer):
             value = getattr(self.args, name)
             if value != field_map(self.args)[name].default:
                 raise refusal(name, "The argument is not served for Keras models.", remedy, value)
-        self._trainflow_adopt(self.model)
-        super()._trainflow_look_at_model()
-        self.label_names = ["labels"]  # where a `Batch` has them
-
-    def _trainflow_adopt(self, model: Any) -> None:
-        """Refuse a model that cannot be trained, and register its variables with torch."""
-        keras = self._trainflow_package
+        model, keras = cast(Any, self.model), self._trainflow_package
         if not keras_backend.is_keras_model(model):
             raise refusal("model", "A TFTrainer trains Keras models.", "Give a keras.Model, or use Trainer.", model)
         if type(model).train_step is not keras.Model.train_step and type(self).training_step is TFTrainer.training_step:
@@ -263,6 +257,8 @@ class TFTrainer(Trainer):
             remedy = "Give it an Input layer, or call it once with a batch."
             raise refusal("model", "The Keras model is not built: it has no variables yet.", remedy, model)
         keras_backend.register_parameters(model)
+        super()._trainflow_look_at_model()
+        self.label_names = ["labels"]  # where a `Batch` has them
 
     # -- data ---------------------------------------------------------------------------------------------------------
 

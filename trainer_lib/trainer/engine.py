@@ -266,15 +266,6 @@ class Engine:
         """Make `model` the module whose forward is called."""
         self._trainer.model_wrapped = model
 
-    def wrap(self, model: nn.Module) -> nn.Module:
-        """The module that trains: compiled and distributed as the arguments ask."""
-        args = self._trainer.args
-        if args.torch_compile:
-            backend = args.torch_compile_backend or "inductor"
-            compiled: Any = torch.compile(model, backend=backend, mode=args.torch_compile_mode)
-            return self.strategy.setup_model(compiled)
-        return self.strategy.setup_model(model)
-
     def prepare_model(self) -> nn.Module:
         """Wrap the Trainer's model for training, once; for code that prepares it before `train`."""
         trainer = self._trainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import IterableDataset
@@ -22,30 +22,6 @@ from trainer_lib.trainer.overrides import takes
 if TYPE_CHECKING:
     from trainer_lib.trainer.trainer import Trainer
 
-# Arguments that this version does not serve: accepting one and ignoring it would mislead.
-_UNSERVED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
-    "fsdp_config": (
-        lambda args: isinstance(args.fsdp_config, str) and not args.fsdp,
-        'Remove it, or set fsdp="full_shard auto_wrap".',
-    ),
-    "debug": (
-        lambda args: "tpu_metrics_debug" in (args.debug or ()),
-        "Remove it: torch_xla.debug.metrics prints them.",
-    ),
-}
-
-#: Arguments that do something together with another one alone.
-_NEEDED: dict[str, tuple[Callable[[TrainingArguments], bool], str]] = {
-    "liger_kernel_config": (lambda args: args.use_liger_kernel, "use_liger_kernel"),
-    "optim_target_modules": (
-        lambda args: str(args.optim).startswith(("galore", "apollo")),
-        "an optimizer that works on chosen layers, such as galore_adamw",
-    ),
-    "project": (
-        lambda args: args.project == "huggingface" or not {"trackio", "all"}.isdisjoint(args.report_to or ()),
-        'report_to="trackio": other trackers read a variable, as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME',
-    ),
-}
 _WITHOUT_WARMUP = ("constant", "reduce_lr_on_plateau", "greedy")
 _log = logging.getLogger(__name__)
 
@@ -57,14 +33,24 @@ def refuse_unserved(args: TrainingArguments, wanted: type[TrainingArguments]) ->
         what = "The arguments have no generation settings."
         raise ConfigError(what, field="args", value=type(args).__name__, remedy="Give Seq2SeqTrainingArguments.")
     needs = {} if generates else dict.fromkeys(field_map(Seq2SeqArguments), "Seq2SeqTrainer")
-    needs |= {name: needed for name, (is_on, needed) in _NEEDED.items() if not is_on(args)}
+    if not args.use_liger_kernel:
+        needs["liger_kernel_config"] = "use_liger_kernel"
+    if not str(args.optim).startswith(("galore", "apollo")):
+        needs["optim_target_modules"] = "an optimizer that works on chosen layers, such as galore_adamw"
+    if args.project != "huggingface" and {"trackio", "all"}.isdisjoint(args.report_to or ()):
+        others = "other trackers read a variable, as WANDB_PROJECT or MLFLOW_EXPERIMENT_NAME"
+        needs["project"] = f'report_to="trackio": {others}'
     for name, needed in needs.items():
         if getattr(args, name, None):
             _log.warning("%s = %s has no effect without %s.", name, getattr(args, name), needed)
-    for name, (asked, remedy) in _UNSERVED.items():
-        if asked(args):
-            what = "This version does not serve the argument."
-            raise ConfigError(what, field=name, value=getattr(args, name), remedy=remedy)
+    # Accepting an argument and ignoring it would mislead.
+    what = "This version does not serve the argument."
+    if isinstance(args.fsdp_config, str) and not args.fsdp:
+        remedy = 'Remove it, or set fsdp="full_shard auto_wrap".'
+        raise ConfigError(what, field="fsdp_config", value=args.fsdp_config, remedy=remedy)
+    if "tpu_metrics_debug" in (args.debug or ()):
+        remedy = "Remove it: torch_xla.debug.metrics prints them."
+        raise ConfigError(what, field="debug", value=args.debug, remedy=remedy)
 
 
 _FUNCTIONS = ("data_collator", "model_init", "compute_loss_func", "compute_metrics", "preprocess_logits_for_metrics")

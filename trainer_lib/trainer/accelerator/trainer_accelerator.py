@@ -79,14 +79,6 @@ def _leaves_of(tree: Any, *, field: str) -> list[torch.Tensor]:
     return found
 
 
-def _has_tensors_only(tree: Any) -> bool:
-    try:
-        recursively_apply(lambda leaf: leaf, tree, error_on_other_type=True)
-    except TypeError:
-        return False
-    return True
-
-
 def _replace_leaves(tree: Any, function: Callable[[torch.Tensor], Any], *, field: str) -> Any:
     """The tree with `function` of every tensor ``[...]`` in its place. Raises ConfigError for other leaves."""
     try:
@@ -303,12 +295,15 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         state = self.gradient_state
         # In the last round of a prepared loader, samples are repeated to fill up the batches.
         keep = state.remainder if state.end_of_dataloader and state.remainder > 0 else None
-        if use_gather_object or not _has_tensors_only(input_data):
+        field = "gather_for_metrics"
+        leaves: list[torch.Tensor] | None = None
+        with contextlib.suppress(ConfigError):  # raised for other objects
+            leaves = None if use_gather_object else _leaves_of(input_data, field=field)
+        if leaves is None:
             objects = input_data if isinstance(input_data, list | tuple) else [input_data]
             joined: list[Any] = gather_object(list(objects) if contributes else [])
             return joined[:keep]
-        field = "gather_for_metrics"
-        scalars = iter([leaf.ndim == 0 for leaf in _leaves_of(input_data, field=field)])
+        scalars = iter([leaf.ndim == 0 for leaf in leaves])
         gathered = gather_tree(self._internals.world.comm, input_data, contributes=contributes, field=field)
         return _replace_leaves(gathered, lambda leaf: leaf if next(scalars) else leaf[:keep], field=field)
 

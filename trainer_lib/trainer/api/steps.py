@@ -244,7 +244,13 @@ class StepMethods(TrainerBase):
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         """The module whose forward is called in training: compiled and distributed as the arguments ask."""
-        return self._trainflow.engine.wrap(model) if training else model
+        if not training:
+            return model
+        module: Any = model
+        if self.args.torch_compile:
+            backend = self.args.torch_compile_backend or "inductor"
+            module = torch.compile(model, backend=backend, mode=self.args.torch_compile_mode)
+        return self._trainflow.engine.strategy.setup_model(module)
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """Move the model to the device; an override may leave it where it is."""

@@ -211,7 +211,7 @@ class Forward:
         if self.sources is not None:
             self._note_sources(outputs, inputs, labels)
         if func is not None:
-            return self._call_loss_func(outputs, labels, num_items), outputs
+            return self._call_loss_func(func, outputs, labels, num_items), outputs
         if smoother is not None and labels is not None:
             divided = self._internals.engine.strategy.divided_loss(model)
             over: dict[str, Any] = {"cross_entropy": divided.cross_entropy} if divided and divided.is_on else {}
@@ -264,10 +264,7 @@ class Forward:
             self.scale = LossScale.SHARE
         return outputs
 
-    def _call_loss_func(self, outputs: Any, labels: Any, num_items: torch.Tensor | int | None) -> torch.Tensor:
-        func = self._trainer.compute_loss_func
-        if func is None:
-            raise ConfigError("The loss function is missing.", field="compute_loss_func")
+    def _call_loss_func(self, func: Callable[..., T], outputs: Any, labels: Any, num_items: Any) -> T:
         if not self._internals.signatures.loss_func_takes_items:
             return func(outputs, labels)
         if num_items is None:

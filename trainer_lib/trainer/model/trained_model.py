@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -34,7 +35,7 @@ def finite_or_stop(model: nn.Module) -> Iterator[None]:
     """Check every forward of `model` inside the block; the host waits at every module. Raises NonFiniteError."""
     frames: deque[str] = deque(maxlen=FRAMES)
     hooks = [
-        module.register_forward_hook(_look(name or "the model", frames), with_kwargs=True)
+        module.register_forward_hook(functools.partial(_look, name or "the model", frames), with_kwargs=True)
         for name, module in model.named_modules()
     ]
     try:
@@ -44,34 +45,31 @@ def finite_or_stop(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
-def _look(name: str, frames: deque[str]) -> Any:
-    def hook(module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
-        parts: dict[str, list[torch.Tensor]] = {
-            # Its own weights: the modules inside it have been looked at before it.
-            "weights": [param.detach() for param in module.parameters(recurse=False)],
-            "input": _floats([*args, *kwargs.values()]),
-            "output": _floats(output),
-        }
-        lines, faulty = [f"{name} ({type(module).__name__})"], ""
-        for what, tensors in parts.items():
-            for tensor in tensors:
-                low, high = tensor.float().abs().aminmax() if tensor.numel() else (0.0, 0.0)
-                lines.append(f"  {what:8} {float(low):9.2e} {float(high):9.2e}  {tuple(tensor.shape)}")
-                faulty = faulty or ("" if bool(torch.isfinite(tensor).all()) else what)
-        frames.append("\n".join(lines))
-        if not faulty:
-            return
-        shown = "least and greatest magnitude of every module before it, oldest first:\n" + "\n".join(frames)
-        _log.error("%s of %s (%s) is not finite; %s", faulty, name, type(module).__name__, shown)
-        raise NonFiniteError(
-            f"The first value that is not finite is in the {faulty} of {name} ({type(module).__name__}).",
-            field="debug",
-            value="underflow_overflow",
-            remedy="Look at the modules before it in the log: where do magnitudes grow? bf16 has more range than fp16.",
-            details=shown,
-        )
-
-    return hook
+def _look(name: str, frames: deque[str], module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    parts: dict[str, list[torch.Tensor]] = {
+        # Its own weights: the modules inside it have been looked at before it.
+        "weights": [param.detach() for param in module.parameters(recurse=False)],
+        "input": _floats([*args, *kwargs.values()]),
+        "output": _floats(output),
+    }
+    lines, faulty = [f"{name} ({type(module).__name__})"], ""
+    for what, tensors in parts.items():
+        for tensor in tensors:
+            low, high = tensor.float().abs().aminmax() if tensor.numel() else (0.0, 0.0)
+            lines.append(f"  {what:8} {float(low):9.2e} {float(high):9.2e}  {tuple(tensor.shape)}")
+            faulty = faulty or ("" if bool(torch.isfinite(tensor).all()) else what)
+    frames.append("\n".join(lines))
+    if not faulty:
+        return
+    shown = "least and greatest magnitude of every module before it, oldest first:\n" + "\n".join(frames)
+    _log.error("%s of %s (%s) is not finite; %s", faulty, name, type(module).__name__, shown)
+    raise NonFiniteError(
+        f"The first value that is not finite is in the {faulty} of {name} ({type(module).__name__}).",
+        field="debug",
+        value="underflow_overflow",
+        remedy="Look at the modules before it in the log: where do magnitudes grow? bf16 has more range than fp16.",
+        details=shown,
+    )
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
@@ -197,7 +195,8 @@ class TrainedModel:
         """Put the noise of NEFTune on a model's embedding, if the arguments ask for it and none is there."""
         alpha = self._trainer.neftune_noise_alpha
         if alpha is not None and self._noise is None:
-            self._noise = models.input_embedding(model, alpha).register_forward_hook(neftune_hook(alpha))
+            hook = functools.partial(_add_noise, alpha)
+            self._noise = models.input_embedding(model, alpha).register_forward_hook(hook)
 
     def remove_noise(self) -> None:
         """Take the noise of NEFTune off."""
@@ -258,16 +257,12 @@ class LabelSmoother:
         return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def neftune_hook(alpha: float) -> Any:
-    """A forward hook that adds uniform noise to an embedding while training.
+def _add_noise(alpha: float, module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """A forward hook that adds uniform noise to an embedding ``[..., tokens, width]`` while training.
 
     Source: Jain et al., "NEFTune: Noisy Embeddings Improve Instruction Finetuning" (https://arxiv.org/abs/2310.05914).
     """
-
-    def add_noise(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        if not module.training:
-            return output
-        bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5  # alpha / sqrt(tokens * width)
-        return output + torch.zeros_like(output).uniform_(-bound, bound)
-
-    return add_noise
+    if not module.training:
+        return output
+    bound = alpha / (output.shape[-2] * output.shape[-1]) ** 0.5  # alpha / sqrt(tokens * width)
+    return output + torch.zeros_like(output).uniform_(-bound, bound)
