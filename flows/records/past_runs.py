@@ -313,11 +313,14 @@ def describe_changes(storage: str, run: PastRun, keys: Mapping[str, StageKey]) -
     """Changes of spec and recipe since then; `keys` are those of the stages as far as they are decided now."""
     try:
         recorded = parse_record(run_folder(storage, run.id).read_if_exists(KEYS_FILE, limit=_KEYS_BYTES))
-        found = [
-            change for name, key in keys.items() if name in recorded for change in compare_keys(recorded[name], key)
-        ]
+        return compare_all_keys(recorded, keys)
     except (KeyError, TypeError):
         return []  # of another version
+
+
+def compare_all_keys(recorded: Mapping[str, Any], keys: Mapping[str, StageKey]) -> list[Difference]:
+    """Differences of stages' keys from those that were recorded, by stage; what several stages share comes once."""
+    found = [change for name, key in keys.items() if name in recorded for change in compare_keys(recorded[name], key)]
     return list({str(change): change for change in found}.values())
 
 

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from trainer_lib.base.json_text import parse_json, seal_of
 from trainer_lib.errors import ConfigError, DamagedError, MissingExtraError, StorageError, first_line
@@ -52,16 +52,16 @@ class TrialState:
 class Claim:
     """A trial that this process works on, perhaps one that another process began. `release` gives its lock back."""
 
-    def __init__(
-        self, file: Path, study: Any, trial: Any, values: Mapping[str, Any], lock: Any, *, is_resumed: bool
-    ) -> None:
+    def __init__(self, ledger: Ledger, trial: Any, lock: IO[str], *, is_resumed: bool) -> None:
         self.number = int(trial.number)
-        self._file = file
-        self.values = dict(values)
+        # Written with the trial; Optuna notes them when they are asked for.
+        self.values: dict[str, Any] = {
+            name: _decode(dimension, trial._suggest(name, _distribution(dimension)))
+            for name, dimension in ledger.settings.space.items()
+        }
         self.is_resumed = is_resumed
-        self._study = study
-        self._trial = trial
-        self._lock = lock
+        self._file, self._study = ledger.file, ledger.study
+        self._trial, self._lock = trial, lock
 
     @property
     def seconds_before(self) -> float:
@@ -108,14 +108,15 @@ class Claim:
 
 
 class Ledger:
-    """The study in a folder of this machine. `close` releases the database."""
+    """The study in a folder of this machine; `study` is Optuna's own. `close` releases the database."""
 
     def __init__(self, folder: Path, settings: SweepSettings) -> None:
         self.folder = folder
-        self._settings = settings
+        self.file = folder / DATABASE
+        self.settings = settings
+        self.study: Any = None
         self._optuna = _optuna()
         self._storage: Any = None
-        self._study: Any = None
 
     @classmethod
     def open(cls, folder: Path, settings: SweepSettings) -> Ledger:
@@ -130,41 +131,36 @@ class Ledger:
             ledger.close()
             raise ConfigError(
                 f"The sweep's ledger cannot be opened: {first_line(error)}.",
-                field=str(folder / DATABASE),
+                field=str(ledger.file),
                 remedy="Repair the disk or its permissions; or give the sweep another name (sweep.name): what is "
                 "trained already is not trained again.",
             ) from error
         return ledger
 
     @property
-    def file(self) -> Path:
-        """The file of the study."""
-        return self.folder / DATABASE
-
-    @property
     def num_trials(self) -> int:
         """The number of trials to run: at most the number of points."""
         if not self._is_small:
-            return self._settings.trials or 1
-        points = math.prod(map(len, map(_points, self._settings.space.values())))
-        return points if self._settings.trials is None else min(points, self._settings.trials)
+            return self.settings.trials or 1
+        points = math.prod(map(len, map(_points, self.settings.space.values())))
+        return points if self.settings.trials is None else min(points, self.settings.trials)
 
     @property
     def _is_small(self) -> bool:
         """Whether there are few enough points to try none twice."""
-        dimensions = self._settings.space.values()
+        dimensions = self.settings.space.values()
         counts = (values.count if isinstance(values, Range) else len(values) for values in dimensions)
-        return self._settings.sampler == "grid" or math.prod(counts) <= _FEW
+        return self.settings.sampler == "grid" or math.prod(counts) <= _FEW
 
     def read_note(self, name: str) -> Any:
         """The note of `write_note`; None before."""
         with _reached(self.file):
-            return self._study.user_attrs.get(f"trainflow:{name}")
+            return self.study.user_attrs.get(f"trainflow:{name}")
 
     def write_note(self, name: str, value: Any) -> None:
         """Write something down with the study."""
         with _reached(self.file):
-            self._study.set_user_attr(f"trainflow:{name}", value)
+            self.study.set_user_attr(f"trainflow:{name}", value)
 
     def start_again(self) -> None:
         """Forget the study: none of its trials came to an end."""
@@ -181,41 +177,34 @@ class Ledger:
         """The numbers of the best trial, or of all that no other beats in every objective; none before one ended."""
         if not any(trial.state == "complete" for trial in self.trials()):
             return []
-        if len(self._settings.direction) > 1:
-            return sorted(trial.number for trial in self._study.best_trials)
-        return [int(self._study.best_trial.number)]
-
-    def study(self) -> Any:
-        """Optuna's own study, for its plots."""
-        return self._study
+        if len(self.settings.direction) > 1:
+            return sorted(trial.number for trial in self.study.best_trials)
+        return [int(self.study.best_trial.number)]
 
     def claim(self) -> Claim | None:
         """The next trial: one that was interrupted, else a new one; None when there is nothing to claim."""
         with _reached(self.file), self._locked():
             trials = self._read_trials()
-            running = [trial for trial in trials if trial.state.name == "RUNNING"]
-            for trial in running:
-                if (lock := self._take(trial.number)) is not None:
-                    again = self._optuna.trial.Trial(self._study, trial._trial_id)
-                    return Claim(self.file, self._study, again, self._suggest(again), lock, is_resumed=True)
+            for trial in trials:
+                if trial.state.name == "RUNNING" and (lock := self._take(trial.number)) is not None:
+                    again = self._optuna.trial.Trial(self.study, trial._trial_id)
+                    return Claim(self, again, lock, is_resumed=True)
             if not any(trial.state.name == "WAITING" for trial in trials):
                 if len(trials) >= self.num_trials:
                     return None
-                self._study.enqueue_trial(self._propose(trials))
-            new = self._study.ask()
+                self.study.enqueue_trial(self._propose(trials))
+            new = self.study.ask()
             lock = self._take(new.number)
-            if lock is None:  # another process has just claimed it as an interrupted one; it cannot: we hold the lock
-                return None
-            return Claim(self.file, self._study, new, self._suggest(new), lock, is_resumed=False)
+            return None if lock is None else Claim(self, new, lock, is_resumed=False)
 
     def is_done(self) -> bool:
         """Whether every trial has ended."""
         with _reached(self.file):
-            trials = self._study.get_trials(deepcopy=False)
+            trials = self.study.get_trials(deepcopy=False)
         return len(trials) >= self.num_trials and all(trial.state.is_finished() for trial in trials)
 
     def _read_trials(self) -> list[Any]:
-        trials = list(self._study.get_trials(deepcopy=False))
+        trials = list(self.study.get_trials(deepcopy=False))
         for trial in trials:
             if trial.state.name == "COMPLETE" and trial.user_attrs.get(_SEAL) != _seal(trial, trial.values):
                 raise DamagedError(
@@ -247,16 +236,16 @@ class Ledger:
         self._create()
 
     def _create(self) -> None:
-        self._study = self._optuna.create_study(
+        self.study = self._optuna.create_study(
             storage=self._storage,
             study_name=_STUDY,
-            directions=self._settings.direction,
+            directions=self.settings.direction,
             pruner=self._pruner(),
             load_if_exists=True,
         )
 
     def _pruner(self) -> Any:
-        pruners, chosen = self._optuna.pruners, self._settings.pruner
+        pruners, chosen = self._optuna.pruners, self.settings.pruner
         if chosen is None:
             return pruners.NopPruner()
         if chosen.kind == "asha":
@@ -269,7 +258,7 @@ class Ledger:
             fcntl.flock(lock, fcntl.LOCK_EX)
             yield
 
-    def _take(self, number: int) -> Any:
+    def _take(self, number: int) -> IO[str] | None:
         """The lock of a trial; None while another process holds it."""
         lock = (self.folder / "trials" / str(number)).open("w")
         if try_lock(lock.fileno()):
@@ -281,7 +270,7 @@ class Ledger:
 
     def _propose(self, trials: Sequence[Any]) -> dict[str, Any]:
         """The values of the next trial: a function of the settings and of the trials so far, written nowhere."""
-        space, is_grid = self._settings.space, self._settings.sampler == "grid"
+        space, is_grid = self.settings.space, self.settings.sampler == "grid"
         proposed = {} if is_grid else self._ask(trials)
         tried = [self._state(trial).values for trial in trials]
         decoded = {name: _decode(space[name], value) for name, value in proposed.items()}
@@ -293,7 +282,7 @@ class Ledger:
 
     def _ask(self, trials: Sequence[Any]) -> dict[str, Any]:
         """The sampler's proposal, which may have been tried before."""
-        settings, samplers = self._settings, self._optuna.samplers
+        settings, samplers = self.settings, self._optuna.samplers
         seed = settings.seed + len(trials)
         sampler = samplers.RandomSampler(seed) if settings.sampler == "random" else samplers.TPESampler(seed=seed)
         draft = self._optuna.create_study(directions=settings.direction, sampler=sampler)
@@ -302,20 +291,13 @@ class Ledger:
         distributions = {name: _distribution(dimension) for name, dimension in settings.space.items()}
         return dict(draft.ask(distributions).params)
 
-    def _suggest(self, trial: Any) -> dict[str, Any]:
-        """The values of a trial, which were written with it; Optuna notes them when they are asked for."""
-        return {
-            name: _decode(dimension, trial._suggest(name, _distribution(dimension)))
-            for name, dimension in self._settings.space.items()
-        }
-
     def _state(self, trial: Any) -> TrialState:
         params = trial.params or trial.system_attrs.get("fixed_params", {})
         state: State = "failed" if trial.state.name == "FAIL" else trial.state.name.lower()
         return TrialState(
             trial.number,
             state,
-            {name: _decode(self._settings.space[name], value) for name, value in params.items()},
+            {name: _decode(self.settings.space[name], value) for name, value in params.items()},
             tuple(trial.values) if state == "complete" else None,
             dict(trial.user_attrs.get(_NOTES, {})),
         )

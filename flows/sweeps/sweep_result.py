@@ -95,7 +95,6 @@ def reached_text(names: Sequence[str], values: Sequence[float]) -> str:
 SWEEP_REPORT = "report.html"
 _LEAST = 2
 """Complete trials that a picture needs."""
-_IMAGE = Markup('<img src="{}" alt="{}">')
 _log = logging.getLogger(__name__)
 
 
@@ -155,11 +154,12 @@ def _draw(title: str, draw: Callable[[], Any]) -> bytes | None:
 
 def render_sweep(result: SweepResult, pictures: Sequence[tuple[str, bytes]]) -> str:
     """The report as HTML text, on the page of a run, with pictures: titles and SVG files."""
-    drawn = [(title, f"data:image/svg+xml;base64,{base64.b64encode(image).decode()}") for title, image in pictures]
+    shown = Markup('<img src="data:image/svg+xml;base64,{}" alt="{}">')
+    panels = [Panel(title, content=shown.format(base64.b64encode(svg).decode(), title)) for title, svg in pictures]
     saved = "" if result.saved_share is None else f"; pruning saved {100 * result.saved_share:.0f} % of the steps"
     sections = [
         *(_best(result, number) for number in result.best),
-        Section("Pictures", [Panel(title, content=_IMAGE.format(image, title)) for title, image in drawn]),
+        Section("Pictures", panels),
         Section("Trials", [_trials(result)], f"{count_words(result)}{saved}"),
     ]
     page = {"name": f"{result.pipeline} · {result.name}", "error": None if result.ok else result.to_dict()["error"]}

@@ -82,12 +82,6 @@ Trials = Callable[["SlotProcess", Mapping[str, Any]], object]
 """Called with what slots report of trials, and with `lost` for a slot that has ended."""
 
 
-def ledger_folder(spec: PipelineSpec) -> Path:
-    """The folder of its ledger on this machine."""
-    storage = Store.open(spec.storage)
-    return tracking.spool_dir(storage).parents[1] / SWEEPS / f"{spec.name}-{sweep_of(spec).name}"
-
-
 def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug: bool = False) -> SweepResult:
     """Run the trials that are missing, and say what all of them came to. A failure is held in the result's `error`.
 
@@ -96,11 +90,13 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
     Args:
         listener: called with events: "began", "progress", "ended" and "warning", with their `trial`.
     """
-    settings = sweep_of(spec)
+    settings, storage = sweep_of(spec), Store.open(spec.storage)
     check_sweep(spec)
-    Store.open(spec.storage).ensure_writable(field="storage")
+    storage.ensure_writable(field="storage")
     quiet_environment()
-    ledger = Ledger.open(ledger_folder(spec), settings)
+    # Where MLflow's database is: next to it on the storage, or in this user's data.
+    folder = tracking.spool_dir(storage).parents[1] / SWEEPS / f"{spec.name}-{settings.name}"
+    ledger = Ledger.open(folder, settings)
     try:
         _take_up(spec, ledger)
         return _Sweep(spec, ledger, listener, debug=debug).run()
@@ -124,26 +120,27 @@ class _Sweep:
     """One command on a sweep."""
 
     def __init__(self, spec: PipelineSpec, ledger: Ledger, listener: Listener, *, debug: bool) -> None:
-        self._spec = spec
-        self._settings = sweep_of(spec)
+        self._spec, self._settings = spec, ledger.settings
         self._ledger = ledger
         self._listener = listener
         self._debug = debug
-        self._folder = Store.open(spec.storage).child(SWEEPS, f"{spec.name}-{sweep_of(spec).name}")
+        self._name = f"{spec.name}-{ledger.settings.name}"
+        self._storage = Store.open(spec.storage)
+        self._folder = self._storage.child(SWEEPS, self._name)
         self._run: tracking.TrackedRun | None = None
         self._failure: TrainflowError | None = None
         self._deaths = 0
-        self._has_worked = False
+        self._events: Events = queue.SimpleQueue()
         self._shown: Trials = lambda slot, event: None
         self._slots = 1
 
     def run(self) -> SweepResult:
-        began = time.monotonic()
+        began, was_done = time.monotonic(), self._ledger.is_done()
         status = "KILLED"
         try:
-            if not self._ledger.is_done() and self._settings.runner == "processes":
-                self._keep_slots(lambda slot, event: None)
-            elif not self._ledger.is_done():
+            if not was_done and self._settings.runner == "processes":
+                self._keep_slots(self._shown)
+            elif not was_done:
                 run_as_flow(self._spec, self._settings, self._keep_slots, debug=self._debug)
             try:
                 result = self._conclude(time.monotonic() - began)
@@ -154,9 +151,9 @@ class _Sweep:
             if self._run is not None:
                 # Everything that slots leave to this process, which may have ended a moment ago.
                 self._run.finish(status, stages=1 + self._slots)
-        result.mlflow_run_id = tracking.find_run_id(self._storage(), self._token())
+        result.mlflow_run_id = tracking.find_run_id(self._storage, self._token())
         result.trials = [self._with_run_id(trial) for trial in result.trials]
-        if self._has_worked:
+        if not was_done:
             self._tell(result)
         return result
 
@@ -177,34 +174,32 @@ class _Sweep:
 
     def _keep_slots(self, trials: Trials) -> str:
         """Keep slots running until every trial has ended, or one of them fails; the failure in one line, or nothing."""
-        self._shown, self._has_worked = trials, True
+        self._shown = trials
         self._open_run()
         missing = self._ledger.num_trials - sum(
             trial.state in ("complete", "pruned", "failed") for trial in self._ledger.trials()
         )
         self._listener({"event": "planned", "missing": missing})
-        wanted = max(1, min(self._settings.parallel, missing))
-        self._slots = wanted
-        events: Events = queue.SimpleQueue()
-        slots = [SlotProcess(number, self._orders(), self._ledger.folder, events) for number in range(wanted)]
+        self._slots = max(1, min(self._settings.parallel, missing))
+        slots = [self._start(number) for number in range(self._slots)]
         try:
             while any(slot.is_alive for slot in slots) and self._failure is None:
-                self._take(events, _POLL_S)
-                self._look_after(slots, events)
+                self._take(_POLL_S)
+                self._look_after(slots)
         finally:
             for slot in slots:
                 slot.stop()
             deadline = time.monotonic() + _KEPT_S
             for slot in slots:
                 slot.wait(max(deadline - time.monotonic(), 0.0))
-            self._take(events)
+            self._take()
         return "" if self._failure is None else first_line(self._failure)
 
-    def _take(self, events: Events, wait_s: float = 0.0) -> None:
+    def _take(self, wait_s: float = 0.0) -> None:
         """Pass on what slots wrote, after a wait for the first of it."""
         with contextlib.suppress(queue.Empty):
             while True:
-                slot, event = events.get(timeout=wait_s)
+                slot, event = self._events.get(timeout=wait_s)
                 wait_s = 0.0
                 if event.get("event") == "failed":
                     self._failure = self._failure or from_record(event["error"])
@@ -213,13 +208,13 @@ class _Sweep:
                     self._listener(event)
                 self._shown(slot, event)
 
-    def _look_after(self, slots: list[SlotProcess], events: Events) -> None:
+    def _look_after(self, slots: list[SlotProcess]) -> None:
         """Start another slot for one that died without a word; its trial is claimed again."""
         for index, slot in enumerate(slots):
             if slot.process.poll() in (0, None):
                 continue
             slot.wait(0.0)
-            self._take(events)
+            self._take()
             if self._failure is not None:
                 return
             code = slot.process.poll()
@@ -233,21 +228,19 @@ class _Sweep:
                 )
                 return
             self._listener({"event": "warning", "message": f"A slot ended (code {code}); another takes its place."})
-            slots[index] = SlotProcess(slot.number, self._orders(), self._ledger.folder, events)
+            slots[index] = self._start(slot.number)
 
-    def _orders(self) -> dict[str, Any]:
-        return {
+    def _start(self, number: int) -> SlotProcess:
+        orders = {
             "spec": self._spec.to_record(),
             "folder": str(self._ledger.folder),
             "token": None if self._run is None else self._run.handle.token,
             "debug": self._debug,
             "slots": self._slots,
         }
+        return SlotProcess(number, orders, self._ledger.folder, self._events)
 
     # -- the MLflow run -----------------------------------------------------------------------------------------------
-
-    def _storage(self) -> Store:
-        return Store.open(self._spec.storage)
 
     def _token(self) -> str | None:
         found = self._ledger.read_note(_TRACKED)
@@ -255,12 +248,12 @@ class _Sweep:
 
     def _open_run(self) -> None:
         """The parent of the trials' runs; a repeated command continues with the same one."""
-        settings, name = self._settings, f"{self._spec.name}-{self._settings.name}"
+        settings, name = self._settings, self._name
         chosen = settings.model_dump(mode="json", exclude={"name", "parallel", "runner"}, exclude_none=True)
         chosen["space"] = {key: json.dumps(values) for key, values in chosen["space"].items()}
         self._run = tracking.open_run(
             self._spec.tracking,
-            self._storage(),
+            self._storage,
             name=self._spec.name,
             run_name=name,
             pipeline_key=f"sweep-{name}",
@@ -281,7 +274,7 @@ class _Sweep:
             return trial
         folder = run_folder(self._spec.storage, str(trial.notes["run"]))
         record = read_record(folder)
-        run_id = tracking.find_run_id(self._storage(), record.get("tracked_run"))
+        run_id = tracking.find_run_id(self._storage, record.get("tracked_run"))
         if run_id is None:
             return trial
         if record.get("mlflow_run_id") != run_id:
@@ -305,7 +298,7 @@ class _Sweep:
             error=self._failure,
         )
         self._write_best(result)
-        pictures = draw_study(ledger.study(), settings.objective, pruning_metric(self._spec))
+        pictures = draw_study(ledger.study, settings.objective, pruning_metric(self._spec))
         page = render_sweep(result, pictures)
         self._folder.replace(SWEEP_REPORT, page.encode())
         if self._run is not None:

@@ -46,7 +46,6 @@ from trainflow.flows.spec.sweep_settings import OBJECTIVE, SWEEP, TRIAL
 from trainflow.flows.sweeps.ledger import Claim, Ledger
 from trainflow.flows.sweeps.trial_specs import PARENT, missing_metric, pruning_metric, sweep_of, trial_spec
 from trainflow.tasks.stage.facts import TrainFacts
-from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.progress import Event, subscribe
 from trainflow.tasks.tracking import mlflow_run as tracking
 
@@ -54,7 +53,15 @@ _PARENT_S = 20.0
 """Seconds that the first trial waits for the id of the sweep's own MLflow run."""
 _MISTAKES = (ConfigError, CodeError, DataError)
 _OF_THE_TRIAL = (NonFiniteError, OutOfMemoryError, *_MISTAKES)
+_OUT = threading.Lock()
 _log = logging.getLogger(__name__)
+
+
+def _emit(event: Mapping[str, Any]) -> None:
+    """Tell the owner."""
+    with _OUT, contextlib.suppress(OSError):
+        sys.stdout.write(f"{json.dumps(event, default=str)}\n")
+        sys.stdout.flush()
 
 
 class Slot:
@@ -68,7 +75,6 @@ class Slot:
         self._debug = bool(orders.get("debug"))
         self._parent: str | None = None
         self._has_waited = False
-        self._out = threading.Lock()
         self.ledger = Ledger.open(Path(orders["folder"]), self._settings)
 
     def work(self) -> None:
@@ -80,11 +86,11 @@ class Slot:
                 claim.release()
 
     def _run(self, claim: Claim) -> None:
-        self.emit({"event": "began", "trial": claim.number, "values": claim.values, "resumed": claim.is_resumed})
+        _emit({"event": "began", "trial": claim.number, "values": claim.values, "resumed": claim.is_resumed})
         began = time.monotonic()
         tags = {SWEEP: self._settings.name, TRIAL: str(claim.number), OBJECTIVE: " ".join(self._settings.objective)}
         tags |= self._parent_tag()
-        watch = _Watch(self, claim, self._metric)
+        watch = _Watch(claim, self._metric)
         try:
             spec = trial_spec(self._spec, claim.values, tags)
             from trainflow.flows.pipeline import run_pipeline
@@ -107,27 +113,22 @@ class Slot:
     def _conclude(self, claim: Claim, result: PipelineResult) -> None:
         error, ended = result.error, {"event": "ended", "trial": claim.number}
         if error is None:
-            objective = self._objective(result)
+            there, wanted = reported_metrics(result), self._settings.objective
+            if absent := [name for name in wanted if name not in there]:
+                raise missing_metric(absent[0], list(there))
+            objective = [there[name] for name in wanted]
             claim.complete(objective)
-            self.emit({**ended, "state": "complete", "objective": objective})
+            _emit({**ended, "state": "complete", "objective": objective})
         elif isinstance(error, Pruned):
             claim.end("pruned", error.message)
-            self.emit({**ended, "state": "pruned", "reason": error.message})
+            _emit({**ended, "state": "pruned", "reason": error.message})
         elif not isinstance(error, _OF_THE_TRIAL):
             raise error
         elif isinstance(error, _MISTAKES) and not any(trial.state == "complete" for trial in self.ledger.trials()):
             raise error  # one of the spec or the recipe, and not of the trial's values: none went through yet
         else:
             claim.end("failed", str(error))
-            self.emit({**ended, "state": "failed", "reason": str(error)})
-
-    def _objective(self, result: PipelineResult) -> list[float]:
-        """The trial's objective values. Raises ConfigError for a metric that no stage reports."""
-        there = reported_metrics(result)
-        for name in self._settings.objective:
-            if name not in there:
-                raise missing_metric(name, list(there))
-        return [there[name] for name in self._settings.objective]
+            _emit({**ended, "state": "failed", "reason": str(error)})
 
     def _parent_tag(self) -> dict[str, str]:
         """The tag that makes a trial's MLflow run a child; empty while the sweep's run has no id yet."""
@@ -142,27 +143,20 @@ class Slot:
         self._has_waited = True
         return {} if self._parent is None else {PARENT: self._parent}
 
-    def emit(self, event: Mapping[str, Any]) -> None:
-        """Tell the owner."""
-        with self._out, contextlib.suppress(OSError):
-            sys.stdout.write(f"{json.dumps(event, default=str)}\n")
-            sys.stdout.flush()
-
 
 class _Watch:
     """Follows one trial: its steps for the owner, its evaluations for the ledger, and its early end."""
 
-    def __init__(self, slot: Slot, claim: Claim, metric: str | None) -> None:
+    def __init__(self, claim: Claim, metric: str | None) -> None:
         self.stop = StopRequest()
         self.step = self.max_steps = 0
-        self._slot = slot
         self._claim = claim
         self._metric = metric
         self._is_warned = False
 
     def __call__(self, event: Event) -> None:
         if event.get("event") == "warning":
-            self._slot.emit({"event": "warning", "trial": self._claim.number, "message": event.get("message")})
+            _emit({"event": "warning", "trial": self._claim.number, "message": event.get("message")})
         if event.get("stage") != "train" or event.get("event") == "stage":
             return
         self.step = int(event.get("step") or self.step)
@@ -170,7 +164,7 @@ class _Watch:
         if event.get("event") == "log" and isinstance(logs := event.get("logs"), Mapping):
             self._report(logs)
         position = {"step": self.step, "max_steps": self.max_steps, "eta_s": event.get("eta_s")}
-        self._slot.emit({"event": "progress", "trial": self._claim.number, **position})
+        _emit({"event": "progress", "trial": self._claim.number, **position})
 
     def _report(self, logs: Mapping[str, Any]) -> None:
         measured = any(name.startswith("eval_") for name in logs)
@@ -182,7 +176,7 @@ class _Watch:
                 self._is_warned = True
                 there = ", ".join(name for name in logs if name.startswith("eval_"))
                 text = f"No trial is ended early: evaluations report no {self._metric}, only {there}."
-                self._slot.emit({"event": "warning", "trial": self._claim.number, "message": text})
+                _emit({"event": "warning", "trial": self._claim.number, "message": text})
             return
         try:
             if self._claim.report(self.step, float(value)):
@@ -195,13 +189,11 @@ class _Watch:
 def reported_metrics(result: PipelineResult) -> dict[str, float]:
     """Every number that a trial's stages report, by name; of evaluations while training the last ones."""
     found: dict[str, float] = {}
-    for outcome in result.stages:
-        if outcome.manifest is None:
-            continue
-        found |= flat_metrics(outcome.manifest["metrics"], timings=True)
-        if outcome.stage == "train":
+    for stage, manifest in result.manifests().items():
+        found |= flat_metrics(manifest.metrics, timings=True)
+        if stage == "train":
             with contextlib.suppress(ValueError, TrainflowError):
-                for entry in read_training_history(Store.open(outcome.manifest["url"])):
+                for entry in read_training_history(manifest.store()):
                     numbers = {name: value for name, value in entry.items() if isinstance(value, int | float)}
                     found |= {name: float(value) for name, value in numbers.items() if name.startswith("eval_")}
     return found
@@ -209,10 +201,8 @@ def reported_metrics(result: PipelineResult) -> dict[str, float]:
 
 def _steps(result: PipelineResult) -> int | None:
     """The steps of a training that was committed already."""
-    outcome = result.outcome("train")
-    if outcome is None or outcome.manifest is None:
-        return None
-    facts = StageManifest.from_dict(outcome.manifest).facts
+    trained = result.manifests().get("train")
+    facts = None if trained is None else trained.facts
     return facts.global_step if isinstance(facts, TrainFacts) else None
 
 
@@ -233,9 +223,7 @@ def main() -> int:
         return Interrupted.exit_code
     except Exception as error:
         failure = from_exception(error)
-        line = {"event": "failed", "error": failure.to_record()}
-        sys.stdout.write(f"{json.dumps(line, default=str)}\n")
-        sys.stdout.flush()
+        _emit({"event": "failed", "error": failure.to_record()})
         return failure.exit_code
     finally:
         if slot is not None:

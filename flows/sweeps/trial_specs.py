@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import nearest, suggestion
 from trainer_lib.errors import ConfigError
 from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records.past_runs import compare_all_keys
 from trainflow.flows.spec.checks import find_measured, names_no_split
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec
 from trainflow.flows.spec.spec_file import set_field
@@ -19,7 +19,6 @@ from trainflow.flows.spec.sweep_settings import Range, SweepSettings
 from trainflow.tasks.code.syntax import top_level_names
 from trainflow.tasks.keys.keys import StageKey
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.stage.manifest import compare_keys
 from trainflow.tasks.tracking.notifying import NotifySettings
 
 PARENT = "mlflow.parentRunId"
@@ -85,8 +84,9 @@ def check_sweep(spec: PipelineSpec) -> None:
     _check_read(spec, settings, resolver)
     for name in settings.objective:
         _check_objective(spec, name, resolver)
-    if settings.pruner is not None:
-        _check_pruner(spec, resolver)
+    if (pruned_by := pruning_metric(spec)) is not None:
+        _require_evaluations(spec, resolver, field="sweep.pruner", value=None)
+        _check_evaluated(spec, resolver, pruned_by, "sweep.pruner.metric")
 
 
 def identify(spec: PipelineSpec) -> dict[str, Any]:
@@ -111,11 +111,8 @@ def require_same(spec: PipelineSpec, known: Mapping[str, Any]) -> None:
     then = known.get("settings", {})
     changed = [f"{name} was {_short(was)}" for name, was in _changes(then, now)]
     if not changed:
-        recorded, keys = known.get("keys", {}), _keys_of(spec)
-        found = [
-            change for name, key in keys.items() if name in recorded for change in compare_keys(recorded[name], key)
-        ]
-        changed = list(dict.fromkeys(str(change) for change in found if not change.field.startswith("stage_keys.")))
+        found = compare_all_keys(known.get("keys", {}), _keys_of(spec))
+        changed = [str(change) for change in found if not change.field.startswith("stage_keys.")]
     if changed:
         more = " and more" if len(changed) > 3 else ""
         what = f"The trials of this sweep were made with something else: {'; '.join(changed[:3])}{more}."
@@ -147,17 +144,9 @@ def _check_field(spec: PipelineSpec, key: str, dimension: list[Any] | Range, res
     if getattr(spec, section).affects().get(key.split(".")[1]) == "nothing":
         what = "This field changes no training, so trials would be equal."
         raise ConfigError(what, field=f"sweep.space.{key}", remedy="Set it in the spec, for all trials.")
-    for value in _candidates(dimension):
-        with _about(key):
-            own = with_values(spec, {key: value})
-            Plan.of(own.with_resolver(resolver))
-
-
-@contextlib.contextmanager
-def _about(key: str) -> Iterator[None]:
-    """An error about a value of the space names the space."""
     try:
-        yield
+        for value in _candidates(dimension):
+            Plan.of(with_values(spec, {key: value}).with_resolver(resolver))
     except ConfigError as error:
         error.field = f"sweep.space.{key}" if error.field in (key, None) else f"sweep.space ({error.field})"
         raise
@@ -179,7 +168,7 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
     field = "sweep.objective"
     if name.startswith(_EVALUATED):
         _require_evaluations(spec, resolver, field=field, value=name)
-        _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], field)
+        _check_evaluated(spec, resolver, name, field)
         return
     if name.startswith(_TRAINED):
         _check_trained(spec, name, field)
@@ -220,10 +209,8 @@ def _check_measured(name: str, names: Sequence[str], field: str) -> None:
         raise ConfigError("No evaluation reports this metric.", field=field, value=name, remedy=suggestion(name, names))
 
 
-def _check_pruner(spec: PipelineSpec, resolver: Resolver) -> None:
-    name = pruning_metric(spec) or ""
-    _require_evaluations(spec, resolver, field="sweep.pruner", value=None)
-    _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], "sweep.pruner.metric")
+def _check_evaluated(spec: PipelineSpec, resolver: Resolver, name: str, field: str) -> None:
+    _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], field)
 
 
 def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, value: str | None) -> None:

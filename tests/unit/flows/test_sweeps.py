@@ -267,7 +267,7 @@ def test_successive_halving_ends_what_is_behind(opened: Opened, tmp_path: Path) 
     assert behind.report(7, 0.9), "its first evaluation, whatever the step"
     behind.end("pruned", "Others were better.")
     assert [trial.state for trial in of.trials()] == ["complete", "pruned"]
-    assert of.study().trials[0].intermediate_values == {1: 0.1, 2: 0.1, 3: 0.1}
+    assert of.study.trials[0].intermediate_values == {1: 0.1, 2: 0.1, 3: 0.1}
 
 
 def test_the_median_ends_who_is_worse_than_half_of_those_that_are_complete(opened: Opened, tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_training_that_goes_on_may_report_an_evaluation_again(opened: Opened, 
     claim.report(20, 0.4)
     claim.report(10, 0.6)
     claim.report(30, 0.3)
-    assert opened[-1].study().trials[0].intermediate_values == {1: 0.5, 2: 0.4, 3: 0.3}
+    assert opened[-1].study.trials[0].intermediate_values == {1: 0.5, 2: 0.4, 3: 0.3}
 
 
 def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) -> None:
