@@ -28,8 +28,7 @@ from trainflow.tasks.keys.resolver import Resolver
 
 if TYPE_CHECKING:
     from trainer_lib.protocol.footprint import Footprint
-    from trainflow.flows.planning.forecast import Forecast
-    from trainflow.flows.planning.full_plan import FullPlan, Obstacle
+    from trainflow.flows.planning.full_plan import Forecast, FullPlan, Obstacle
     from trainflow.flows.planning.plan import Plan
     from trainflow.flows.records.past_runs import PastRun
 

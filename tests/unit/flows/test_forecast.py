@@ -21,8 +21,7 @@ from trainer_lib.protocol.footprint import Estimate, ModelSize, Probe
 from trainer_lib.protocol.requests import PreparedSplit
 from trainflow.flows.cli.commands.execution import describe_plan
 from trainflow.flows.planning import full_plan
-from trainflow.flows.planning.forecast import Forecast, Length, forecast
-from trainflow.flows.planning.full_plan import Obstacle, find_obstacles
+from trainflow.flows.planning.full_plan import Forecast, Length, Obstacle, find_obstacles, forecast
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.run_stages import expect_launches
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
