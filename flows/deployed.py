@@ -28,7 +28,7 @@ from trainflow.flows.cli.presentation import summary
 from trainflow.flows.records.ending import expect_until_exit
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.server import embedded
-from trainflow.flows.server.automations import OWNER, SERVER_FOLDER, require_another_try
+from trainflow.flows.server.serving import OWNER, SERVER_FOLDER, require_another_try
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures
 
@@ -77,26 +77,17 @@ def _log_summary(result: object, spec: PipelineSpec) -> None:
 def prepare_run_process() -> None:
     """Tie this process to the one that serves it; log without secrets and without tracebacks of typed failures."""
     if OWNER in os.environ:
-        _end_with(int(os.environ[OWNER]))
+        os.setsid()  # the terminal's Ctrl-C goes to the owner alone: it signals us once, and waits for us
+        guard.prctl(guard.PR_SET_PDEATHSIG, signal.SIGTERM)
+        if os.getppid() != int(os.environ[OWNER]):  # it ended before the kernel was asked
+            os.kill(os.getpid(), signal.SIGTERM)
     if SERVER_FOLDER in os.environ:
-        _keep_server(Path(os.environ[SERVER_FOLDER]))
+        # A client of the embedded server until this process ends: never closed, the lock lives with the process.
+        descriptor = os.open(Path(os.environ[SERVER_FOLDER]) / embedded.CLIENTS_LOCK, os.O_RDWR)
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     expect_until_exit()
     # Prefect logs a failure after the flow has returned, so the filter is not removed with the flow.
     quiet = contextlib.ExitStack()
     quiet.enter_context(quiet_failures())
     quiet.enter_context(masked_api_logs())
     atexit.register(quiet.close)
-
-
-def _end_with(owner: int) -> None:
-    """Receive SIGTERM when the process `owner`, our parent, ends."""
-    os.setsid()  # the terminal's Ctrl-C goes to the owner alone: it signals us once, and waits for us
-    guard.prctl(guard.PR_SET_PDEATHSIG, signal.SIGTERM)
-    if os.getppid() != owner:  # it ended before the kernel was asked
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def _keep_server(folder: Path) -> None:
-    """Count as a client of the embedded server in `folder` until this process ends."""
-    descriptor = os.open(folder / embedded.CLIENTS_LOCK, os.O_RDWR)  # never closed: the lock lives with the process
-    fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -25,10 +25,9 @@ from tests.support.runs import IN_PROCESS
 from tests.support.sweeps import SLOW_RECIPE
 from trainflow.flows.records.past_runs import list_runs
 from trainflow.flows.server.api import prefect_api
-from trainflow.flows.server.automations import OWNER, SERVER_FOLDER
 from trainflow.flows.server.membership import server_folder
 from trainflow.flows.server.schedule import Schedule
-from trainflow.flows.server.serving import _deployment, _forget_planned_runs
+from trainflow.flows.server.serving import OWNER, SERVER_FOLDER, _deployment, _forget_planned_runs
 from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec
 
 # prepare and train: what a schedule has to show, in the least time.

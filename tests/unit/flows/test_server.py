@@ -25,11 +25,11 @@ from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
 from trainer_lib.storage import Store
 from trainflow.flows.pipeline import pipeline
 from trainflow.flows.server import api as server_api
-from trainflow.flows.server import automations, embedded, membership
+from trainflow.flows.server import embedded, membership
 from trainflow.flows.server.api import reachable, require_answer
 from trainflow.flows.server.membership import Membership
 from trainflow.flows.server.schedule import Schedule, Watch, read_interval, show_firings
-from trainflow.flows.server.serving import read_variables
+from trainflow.flows.server.serving import CRASHES, read_variables, require_another_try
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
 
@@ -185,16 +185,16 @@ def enter_run(monkeypatch: pytest.MonkeyPatch, *, run_count: int, crashes: int) 
 @pytest.mark.parametrize(("run_count", "crashes"), [(1, 0), (3, 2), (9, 1)])
 def test_a_run_is_tried_as_often_as_it_may_crash(monkeypatch: pytest.MonkeyPatch, run_count: int, crashes: int) -> None:
     enter_run(monkeypatch, run_count=run_count, crashes=crashes)
-    automations.require_another_try({automations.CRASHES: "2"})
-    automations.require_another_try({})
+    require_another_try({CRASHES: "2"})
+    require_another_try({})
 
 
 def test_the_crash_after_the_last_try_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
     enter_run(monkeypatch, run_count=4, crashes=3)
     with pytest.raises(InfrastructureError, match="crashed 3 times"):
-        automations.require_another_try({automations.CRASHES: "2"})
+        require_another_try({CRASHES: "2"})
     # Without a limit nothing is counted: such a run was retried by hand.
-    automations.require_another_try({})
+    require_another_try({})
 
 
 DIGITS = Path(__file__).resolve().parents[3] / "examples" / "digits" / "pipeline.yaml"
