@@ -2,7 +2,6 @@
 
 from trainer_lib.errors import TrainflowError as TrainflowError
 from trainer_lib.model_folder.loaded import load_model as load_model
-from trainflow.recorded_run import Run as Run, runs as runs
-from trainflow.specification import Spec as Spec
+from trainflow.objects import Run as Run, Spec as Spec, runs as runs
 
 __all__: list[str]

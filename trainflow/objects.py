@@ -1,10 +1,12 @@
-"""A recorded run as an object: how it is, what it measured, what it predicted, its model; and the list of them."""
+"""A pipeline's spec and its recorded runs as objects: what a run would do, how it goes, and what came of it."""
 
 from __future__ import annotations
 
 import html
 import os
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from typing_extensions import override
@@ -17,7 +19,7 @@ from trainflow.flows.run_stages import result_if_unchanged
 from trainflow.flows.runs.run_details import RunDetails, read_details
 from trainflow.flows.runs.run_status import prepare_resumption, read_status, require_unfinished
 from trainflow.flows.server.api import prefect_api, quiet_environment
-from trainflow.flows.spec.spec import PipelineSpec, storage_here
+from trainflow.flows.spec.spec import PipelineSpec, load_spec, parse_spec, storage_here
 from trainflow.flows.stages import require_stage
 
 if TYPE_CHECKING:
@@ -25,14 +27,140 @@ if TYPE_CHECKING:
 
     from trainer_lib.model_folder.loaded import LoadedModel
     from trainflow.flows.lineage.lineage_chain import Chain
-    from trainflow.specification import Spec
-    from trainflow.tasks.stage.manifest import StageManifest
+    from trainflow.flows.sweeps.sweep_result import SweepResult
 
-    Place: TypeAlias = str | os.PathLike[str] | Spec
+    Place: TypeAlias = "str | os.PathLike[str] | Spec"
 
 _REPORT = "report.html"
 _REPORT_BYTES = 64 << 20
 _FRAME_PX = 700
+
+
+class Spec:
+    """A checked spec.
+
+    Attributes:
+        settings: every field, as `trainflow.flows.spec.spec.PipelineSpec` describes it.
+    """
+
+    def __init__(self, settings: PipelineSpec) -> None:
+        self.settings = settings
+
+    @classmethod
+    def load(cls, path: str | Path, *overrides: str) -> Spec:
+        """Read a spec from a YAML or JSON file.
+
+        Args:
+            overrides: fields to set, as on the command line: ``"train.args.learning_rate=1e-3"``.
+
+        Raises:
+            ConfigError: the file cannot be read, or a field is unknown or has a wrong value.
+        """
+        return cls(load_spec(path, overrides))
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> Spec:
+        """Make a spec from its fields; paths among them are absolute, or start from the working directory.
+
+        Raises:
+            ConfigError: a field is unknown or has a wrong value.
+        """
+        settings = parse_spec(fields)
+        settings.check()
+        return cls(settings)
+
+    @property
+    def name(self) -> str:
+        """The name of the pipeline."""
+        return self.settings.name
+
+    @property
+    def storage(self) -> str:
+        """The folder or URL below which everything is kept."""
+        return self.settings.storage
+
+    def run(
+        self,
+        *,
+        only: str | None = None,
+        start: str | None = None,
+        force: Sequence[str] = (),
+        from_run: str | None = None,
+        progress: bool = True,
+    ) -> Run:
+        """Run the pipeline in this process, and return the run. What is committed already is not run again.
+
+        Workers train in processes of their own, so this works in a notebook and inside of a running event loop, which
+        it blocks: there, ``await asyncio.to_thread(spec.run)``.
+
+        Args:
+            only: run this stage alone.
+            start: run from this stage on.
+            force: stages that run again even if they are committed.
+            from_run: id of an earlier run that gives the stages before the first.
+            progress: show how it goes; False: show nothing.
+
+        Raises:
+            TrainflowError: a stage failed. What it had committed stays, and the same call continues.
+        """
+        only, start = require_stage(only, "only"), require_stage(start, "start")
+        forced = [stage for name in force if (stage := require_stage(name, "force"))]
+        choice = {"only": only, "start": start, "force": forced, "from_run": from_run}
+        return Run.of(run_here(self.settings, progress=progress, **choice))
+
+    def sweep(self, *, progress: bool = True) -> SweepResult:
+        """Run the trials that its section `sweep` describes, in processes of their own, and return what they came to.
+
+        The same call continues with a sweep that was interrupted; no trial runs twice.
+
+        Args:
+            progress: show a line for each trial; False: show nothing.
+
+        Raises:
+            ConfigError: the spec has no sweep, or one that cannot work.
+            TrainflowError: it ended before its last trial. What had ended stays, and the same call continues.
+        """
+        from trainflow.flows.cli import terminal
+        from trainflow.flows.cli.commands import sweep as shown
+        from trainflow.flows.sweeps.sweeping import run_sweep
+        from trainflow.flows.sweeps.trial_specs import sweep_of
+
+        display = shown.SweepDisplay(terminal.console(), sweep_of(self.settings), quiet=not progress)
+        with display.status():
+            result = run_sweep(self.settings, listener=display)
+        result.raise_for_error()
+        return result
+
+    def why(self) -> pd.DataFrame:
+        """Whether each stage is committed, and if not, what differs: columns hit, certain and reason. Runs nothing.
+
+        Raises:
+            ConfigError: the recipe or a source cannot be read. StorageError: the storage cannot be read.
+        """
+        import pandas as pd
+
+        from trainflow.flows.planning.plan import Plan
+
+        reasons = Plan.of(self.settings).reasons.values()
+        rows = [(reason.stage, reason.hit, reason.certain, reason.reason) for reason in reasons]
+        return pd.DataFrame(rows, columns=["stage", "hit", "certain", "reason"]).set_index("stage")
+
+    def plan(self, *, probe: bool = False) -> Mapping[str, Any]:
+        """The actions and costs of a run: stages, steps, memory under each strategy, room, time, and what cannot work.
+
+        Args:
+            probe: prepare the data if it is not, train a few real steps, and measure time and memory.
+
+        Returns:
+            What ``trainflow plan --json`` prints.
+        """
+        from trainflow.flows.planning.full_plan import plan_in_full
+        from trainflow.flows.planning.plan import Plan
+
+        return plan_in_full(Plan.of(self.settings), probe=probe).to_dict()
+
+    def __repr__(self) -> str:
+        return f"Spec({self.name!r}, storage={self.storage!r})"
 
 
 class Run:
@@ -143,7 +271,10 @@ class Run:
         """
         from trainer_lib.data.rows.predictions import read_predictions
 
-        found = self._result("predict")
+        found, why = take_result(self.storage, self._recorded, "predict")
+        if found is None:
+            remedy = "Run its pipeline again, which makes what is missing."
+            raise ConfigError(f"There is no result of predict: {why}.", field="run", value=self.id, remedy=remedy)
         paths = sorted(entry.path for entry in found.files if entry.path.endswith(".parquet"))
         table: pd.DataFrame = read_predictions(found.store(), paths).to_pandas()
         return table
@@ -232,13 +363,6 @@ class Run:
     @property
     def _recorded(self) -> PastRun:
         return find_run(self.storage, self.id, field="run")
-
-    def _result(self, stage: str) -> StageManifest:
-        found, why = take_result(self.storage, self._recorded, stage)
-        if found is None:
-            remedy = "Run its pipeline again, which makes what is missing."
-            raise ConfigError(f"There is no result of {stage}: {why}.", field="run", value=self.id, remedy=remedy)
-        return found
 
 
 def runs(storage: Place | None = None) -> list[Run]:
