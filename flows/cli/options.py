@@ -288,13 +288,17 @@ def choose(words: Sequence[str] | None, storage: str | None, *, command: str) ->
 
 def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | None, *, command: str) -> Chosen:
     """The storage of a spec, or of what is in this folder. Raises ConfigError."""
-    spec, overrides, storage = choose_spec_or_storage(spec, overrides, storage)
-    if spec is not None:
-        parsed = load_spec(spec, overrides, needs_sweep=False)
+    is_of_spec = spec is not None or bool(overrides)
+    if storage is not None and is_of_spec:
+        why = "Give a spec or a storage, not both."
+        raise ConfigError(why, field="--storage", value=storage, remedy="Drop one.")
+    if storage is None and (is_of_spec or spec_here() is not None):
+        file, words = choose_spec_file(spec, overrides)
+        parsed = load_spec(file, words, needs_sweep=False)
         # It need not exist: the first run makes it.
         return Chosen(Store.open(parsed.storage), parsed)
-    if storage is not None:
-        return Chosen(_existing(storage))
+    if storage is not None or Path(".trainflow").is_dir():
+        return Chosen(_existing(storage or ".trainflow"))
     what = "No runs were named, and this folder has neither a single spec nor .trainflow."
     remedy = f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL)."
     raise ConfigError(what, field=command, remedy=remedy)
@@ -311,7 +315,10 @@ def use_registry_here(address: str, *, command: str) -> None:
 
 def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Path, list[str]]:
     """The spec and the overrides among a command's words; without a spec pipeline.yaml here, else the only one here."""
-    spec, words = _divide(spec, overrides)
+    words = overrides or []
+    # The first word of a command may be an override: then no spec was named.
+    if spec is not None and "=" in str(spec) and not spec.exists():
+        spec, words = None, [str(spec), *words]
     specs = [spec] if spec is not None else specs_here()
     if len(specs) == 1:
         return specs[0], words
@@ -320,31 +327,6 @@ def choose_spec_file(spec: Path | None, overrides: list[str] | None) -> tuple[Pa
         raise ConfigError("No spec was named, and this folder has none.", field="SPEC", remedy=remedy)
     what = f"No spec was named, and this folder has several: {', '.join(map(str, specs))}."
     raise ConfigError(what, field="SPEC", remedy=f"Name one of them: {specs[0]}.")
-
-
-def choose_spec_or_storage(
-    spec: Path | None, overrides: list[str] | None, storage: str | None
-) -> tuple[Path | None, list[str], str | None]:
-    """The spec with its overrides, or the storage, that a command means; None for both: this folder has neither."""
-    spec, words = _divide(spec, overrides)
-    if storage is not None:
-        if spec is not None or words:
-            why = "Give a spec or a storage, not both."
-            raise ConfigError(why, field="--storage", value=storage, remedy="Drop one.")
-        return None, [], storage
-    if spec is not None or words:
-        return *choose_spec_file(spec, words), None
-    if (here := spec_here()) is not None:
-        return here, [], None
-    return None, [], ".trainflow" if Path(".trainflow").is_dir() else None
-
-
-def _divide(spec: Path | None, overrides: list[str] | None) -> tuple[Path | None, list[str]]:
-    """The first word of a command may be an override: then no spec was named."""
-    words = overrides or []
-    if spec is None or "=" not in str(spec) or spec.exists():
-        return spec, words
-    return None, [str(spec), *words]
 
 
 def _existing(storage: str) -> Store:

@@ -11,7 +11,7 @@ import pytest
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.requests import PreparedSplit
-from trainflow.flows.cli.options import PlaceWords, choose_spec_file, choose_spec_or_storage
+from trainflow.flows.cli.options import PlaceWords, choose_spec_file
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import (
@@ -404,20 +404,21 @@ def test_the_first_word_is_a_spec_or_an_override() -> None:
     assert choose_spec_file(Path("lr=1.yaml"), None) == (Path("lr=1.yaml"), [])
 
 
-def test_commands_that_read_runs_mean_the_same_spec_as_those_that_make_them() -> None:
-    assert choose_spec_or_storage(None, None, None) == (None, [], None)
+def test_commands_that_read_runs_mean_the_spec_that_makes_them(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def choose(*words: str, storage: str | None = None) -> str:
+        return Path(PlaceWords([*words], storage).choose("runs").storage).name
+
+    with pytest.raises(ConfigError, match="neither a single spec nor"):
+        choose()
     Path(".trainflow").mkdir()
-    assert choose_spec_or_storage(None, None, None) == (None, [], ".trainflow")
-    Path("digits.yml").write_text(SPEC)
-    assert choose_spec_or_storage(None, None, None) == (Path("digits.yml"), [], None)
-    assert choose_spec_or_storage(Path("storage=s"), ["a=1"], None) == (Path("digits.yml"), ["storage=s", "a=1"], None)
-    assert choose_spec_or_storage(None, None, "store") == (None, [], "store")
-    for spec, overrides in ((Path("digits.yml"), None), (Path("a=1"), None), (None, ["a=1"])):
-        with pytest.raises(ConfigError, match="not both"):
-            choose_spec_or_storage(spec, overrides, "store")
-    Path("digits.yml").unlink()
+    assert choose() == ".trainflow"
     with pytest.raises(ConfigError, match="has none"):
-        choose_spec_or_storage(Path("a=1"), None, None)
+        choose("a=1")
+    monkeypatch.chdir(path.parent)
+    assert [choose(), choose("storage=s"), choose(storage=".")] == ["store", "s", "project"]
+    for word in ("pipeline.yaml", "a=1"):
+        with pytest.raises(ConfigError, match="not both"):
+            choose(word, storage=".")
 
 
 def test_a_storage_that_is_named_has_to_be_there(path: Path) -> None:
