@@ -23,7 +23,7 @@ from trainer_lib.storage.commit import read_commit
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import PastRun, list_runs, read_run
 from trainflow.flows.runs.heartbeat import PAUSE_S
-from trainflow.flows.runs.run_status import RunStatus, read_status
+from trainflow.flows.runs.run_status import read_status
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.follow import Evaluation, Follower, Job, Listener, RunPoints, check_settings
@@ -146,15 +146,13 @@ class Watch:
         if not status.is_at_work:
             where = f" ({status.where})" if status.where else ""
             return Ending(status.state, f"{_ENDS[status.state]}{where}")
-        return Ending("silent", _ENDS["silent"]) if self._is_silent(status) else None
-
-    def _is_silent(self, status: RunStatus) -> bool:
-        """Whether a process of another machine, which cannot be seen from here, has not written its beat for long."""
-        if status.sign is None or status.sign.life() != "unknown":
-            return False
-        if status.sign.beat != self._beat:
-            self._beat, self._since = status.sign.beat, self._clock()
-        return self._clock() - self._since > PAUSE_S
+        # A process of another machine, which cannot be seen from here.
+        if status.sign is not None and status.sign.life() == "unknown":
+            if status.sign.beat != self._beat:
+                self._beat, self._since = status.sign.beat, self._clock()
+            if self._clock() - self._since > PAUSE_S:
+                return Ending("silent", _ENDS["silent"])
+        return None
 
 
 OUTAGES = 30
@@ -169,7 +167,6 @@ class Followed:
         training: how the training ended (`Ending.state`); running or waiting, where only one look was asked for.
         run_id: the run; None: none has started.
         count: checkpoints that this process has evaluated; `evaluations` are all, in the order of the steps.
-        best: the best of those that are still there.
         waiting: what MLflow does not have yet; None: nothing.
     """
 
@@ -196,9 +193,14 @@ def follow_training(
     """
     plan = Plan.of(spec, debug=debug)
     standard = check_settings(spec.train, plan.context)
-    training = _await_training(plan, listener, once=once, every_s=every_s)
-    if isinstance(training, str):
-        return Followed("waiting", f"{training}.")
+    said = ""
+    while isinstance(training := find_training(plan), str):
+        if once:
+            return Followed("waiting", f"{training}.")
+        if training != said:
+            listener.say(f"{training}. Waiting for it.")
+            said = training
+        time.sleep(every_s)
     training.stage.ensure_writable(field="storage")
     listener.say(f"Following run {training.run.id} ({training.run.run_name or training.run.name}).")
     handle = training.handle(spec)
@@ -237,16 +239,6 @@ def follow_training(
 def describe_number(count: int) -> str:
     """``1 checkpoint is evaluated``, ``2 checkpoints are evaluated``."""
     return f"{counted(count, 'checkpoint')} {'is' if count == 1 else 'are'} evaluated"
-
-
-def _await_training(plan: Plan, listener: Listener, *, once: bool, every_s: float) -> Training | str:
-    said = ""
-    while isinstance(found := find_training(plan), str) and not once:
-        if found != said:
-            listener.say(f"{found}. Waiting for it.")
-            said = found
-        time.sleep(every_s)
-    return found
 
 
 def _follow(follower: Follower, watch: Watch, listener: Listener, *, once: bool, every_s: float) -> tuple[Ending, int]:

@@ -77,11 +77,6 @@ class Stage:
         return getattr(importlib.import_module(module), name)
 
 
-def _train_splits(config: Any) -> dict[str, list[str]]:
-    evaluated = {} if config.eval_split is None else {"eval_split": [config.eval_split]}
-    return {"train_split": [config.train_split], **evaluated}
-
-
 def _predictions(manifest: StageManifest) -> dict[str, str]:
     """The folder of the predicted split, or the one above several."""
     # Below several folders the shortest one is above the others.
@@ -113,7 +108,7 @@ TABLE: tuple[Stage, ...] = (
         inputs={"data": "prepare-data"},
         recipe_function="build_model",
         several_machines=True,
-        splits=_train_splits,
+        splits=lambda config: {"train_split": [config.train_split], "eval_split": [*filter(None, [config.eval_split])]},
         places=lambda manifest: {"model": f"{manifest.url}/model"},
         track=track_training,
     ),

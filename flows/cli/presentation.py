@@ -153,11 +153,9 @@ def table(
     On a terminal that is too narrow the widest cells are cut in their middle; `show` folds the last one.
 
     Args:
-        rows: the cells; every row has the same number of them.
         styles: of the cells of the rows after the head; missing ones are plain.
         right: columns whose cells stand at the right.
         bare: leave the head out.
-        indent: what every line begins with.
     """
     # A name of a stranger neither breaks a line nor widens a column without end.
     rows = [[*(to_cell(cell, _WIDEST) for cell in row[:-1]), to_cell(row[-1])] for row in rows]

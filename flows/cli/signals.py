@@ -14,7 +14,6 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import NoReturn
 
 from trainer_lib.base.restore_process import signals_kept
 from trainer_lib.errors import Interrupted, Preempted
@@ -53,8 +52,10 @@ def stoppable(say: Callable[[str], None], *, remedy: str) -> Iterator[Stop]:
 
     def receive(number: int, _: FrameType | None) -> None:
         received.append(number)
-        if len(received) >= _PATIENCE:
-            _leave_at_once()
+        if len(received) >= _PATIENCE:  # the workers' guards see our end
+            if sys.stdout.isatty():  # whose cursor a display has hidden
+                os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
+            os._exit(Interrupted.exit_code)
         if stop.too_late:
             return
         if len(received) == 1:
@@ -78,13 +79,6 @@ def until_stopped() -> Iterator[None]:
     """End the block quietly on Ctrl-C or SIGTERM: the proper end of a command that serves."""
     with contextlib.suppress(Interrupted, Preempted), stoppable(lambda _: None, remedy=""):
         yield
-
-
-def _leave_at_once() -> NoReturn:
-    """Leave without waiting: the workers' guards see our end. Show the cursor that a display has hidden."""
-    if sys.stdout.isatty():
-        os.write(sys.stdout.fileno(), b"\x1b[?25h\n")
-    os._exit(Interrupted.exit_code)
 
 
 @contextlib.contextmanager

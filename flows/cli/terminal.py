@@ -74,11 +74,6 @@ class _Stage:
     measured: str = ""
     """The metrics of the last evaluation."""
 
-    @property
-    def is_through(self) -> bool:
-        """Whether the last step was reported."""
-        return self.max_steps is not None and self.step >= self.max_steps
-
     def take(self, event: Event) -> None:
         """Update this stage from an event."""
         if event.get("event") == "stage":
@@ -137,7 +132,8 @@ class PlainDisplay:
     def _change(self, name: str, event: Event) -> None:
         stage = self._stages[name]
         # The last step may have come within the five seconds in which nothing is printed.
-        if stage.is_through and self._printed.get(name, (0.0, ""))[1] != stage.text:
+        is_through = stage.max_steps is not None and stage.step >= stage.max_steps
+        if is_through and self._printed.get(name, (0.0, ""))[1] != stage.text:
             self._print(name, stage.text)
         stage.take(event)
         self._printed[name] = (time.monotonic(), "")

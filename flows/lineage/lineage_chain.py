@@ -195,13 +195,10 @@ def _find_run_of(chain: Chain) -> PastRun | None:
     wanted = dict([chain.stage]) if chain.stage is not None else {}
     if chain.published is not None:
         wanted = {link.stage: link.key for link in chain.published.stages}
-    if chain.storage is None or not all(wanted.values()) or not wanted:
-        return None
-
-    def has(run: PastRun) -> bool:
-        return all(run.stages.get(stage, "").startswith(key) for stage, key in wanted.items())
-
-    return next((run for run in list_runs(chain.storage.url) if has(run)), None)
+    for run in list_runs(chain.storage.url) if chain.storage is not None and wanted and all(wanted.values()) else ():
+        if all(run.stages.get(stage, "").startswith(key) for stage, key in wanted.items()):
+            return run
+    return None
 
 
 def _published_folder(chain: Chain) -> Store | None:

@@ -314,7 +314,6 @@ class TrackedLinks:
 
     Attributes:
         uri: its address, without credentials.
-        run_id, tags: of the run.
         versions: of registered models: name, version, aliases, and the tags that trainflow gave it.
         digest: under which the registry has the model of the chain; None where its run does not describe it.
     """
@@ -336,12 +335,15 @@ def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
         raise ConfigError("No tracking server is known here; MLFLOW_TRACKING_URI names one.")
     if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).is_file():
         raise ConfigError("The database of MLflow is not on this machine.")
+    digest: str | None = None
+    if (folder := chain.run_folder or chain.publication) is not None:
+        with contextlib.suppress(ConfigError, StorageError, InfrastructureError):
+            digest = find_model(folder.url).digest()
     try:
         client: Any = connect_timed(uri, Clock())
         run = _find_run(client, chain)
         if run is None:
             raise ConfigError(f"The tracking server {mask(uri)} does not have the run.")
-        digest = _model_digest(chain)
         versions = tuple(_versions(client, digest, run))
         return TrackedLinks(mask(uri), run.info.run_id, dict(run.data.tags), versions, digest)
     except ConfigError:
@@ -391,14 +393,3 @@ def _versions(client: Any, digest: str | None, run: Any) -> Iterator[dict[str, A
         if version["run_id"] == run.info.run_id or (digest is not None and version["digest"] == digest):
             shown = {key: value for key, value in version["tags"].items() if key.startswith(_TAG)}
             yield {"name": version["name"], "version": version["version"], "aliases": version["aliases"], "tags": shown}
-
-
-def _model_digest(chain: Chain) -> str | None:
-    """The digest under which the registry has the model; None where the run does not describe it."""
-    folder = chain.run_folder or chain.publication
-    if folder is None:
-        return None
-    try:
-        return find_model(folder.url).digest()
-    except (ConfigError, StorageError, InfrastructureError):
-        return None

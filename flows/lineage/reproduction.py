@@ -47,7 +47,6 @@ class Outcome:
         tolerance: the largest relative difference of metrics; None: bytes are compared.
         files: paths with the digests of both runs.
         differences: sentences about results that differ.
-        comparison: the two runs, as `trainflow compare` compares them.
         has_equal_metrics: they are equal, not only within the tolerance.
     """
 
@@ -85,10 +84,8 @@ class Reproduction:
     """One run, reproduced. Raises ConfigError if it cannot be repeated from here.
 
     Args:
-        chain: leads to the run.
         to: storage of the second run, empty.
         tolerance: compare metrics with this relative difference; None: bytes on a CPU, `TOLERANCE` elsewhere.
-        say: called with a line at every step.
     """
 
     def __init__(self, chain: Chain, to: str, tolerance: float | None, say: Callable[[str], object]) -> None:

@@ -72,7 +72,6 @@ class Guess:
     """A guess of what files are.
 
     Attributes:
-        recipe: the recipe by name.
         options: `prepare.options`, by their names, with comments.
         comments: what looks wrong, as sentences.
         by: how rows are cut; empty where the options say it.
@@ -108,12 +107,7 @@ def _guess_images(address: str) -> Guess:
 
 
 class Guesses(Guess):
-    """The guess of a table.
-
-    Args:
-        address: the file, or a pattern.
-        label: the column to predict; None: it is guessed.
-    """
+    """The guess of a table, a file or a pattern; also of the column to predict, where no `label` names it."""
 
     def __init__(self, address: str, label: str | None) -> None:
         super().__init__()

@@ -250,13 +250,12 @@ def _place(keep: str | None) -> Iterator[str]:
 
 def _exports(whole: TrainResult, resumed: TrainResult) -> list[dict[str, Any]]:
     """Differences between the files of the exported models."""
-    digests = [{file.path: file.sha256 for file in result.files} for result in (whole, resumed)]
-    names = sorted(digests[0].keys() | digests[1].keys())
-    pairs = [(name, digests[0].get(name, "absent"), digests[1].get(name, "absent")) for name in names]
+    one, other = ({file.path: file.sha256 for file in result.files} for result in (whole, resumed))
     return [
-        {"step": whole.global_step, "what": name, "whole": one[:16], "resumed": other[:16]}
-        for name, one, other in pairs
-        if one != other
+        {"step": whole.global_step, "what": name}
+        | {"whole": one.get(name, "absent")[:16], "resumed": other.get(name, "absent")[:16]}
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
     ]
 
 

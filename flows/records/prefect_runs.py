@@ -52,11 +52,7 @@ Left = Literal["unknown", "starting"]
 class DeadRun:
     """A flow run whose process has ended without a word, or before the server knew the end of all tasks.
 
-    Attributes:
-        flow_run_id, name: the Prefect run.
-        holder: the process that it belonged to.
-        state: the type of its state.
-        seen: identifies the state in which it was seen; another one means that it continues.
+    `seen` identifies the state in which it was seen; another one means that it continues.
     """
 
     flow_run_id: UUID
@@ -158,7 +154,14 @@ def own_flow_run() -> Iterator[OwnFlowRun]:
 def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> None:
     """Replace a run's tags unless they are None, until it succeeds or the run has ended; sweep; name the run."""
     pause_s = 1.0
-    while tags is not None and not _are_tags_set(flow_run_id, tags):
+    while tags is not None:
+        try:
+            with quick_client() as client:
+                client.update_flow_run(flow_run_id, tags=tags)
+            break
+        except Exception as error:
+            # With the tag of its last process every sweep would take a run that is retried for dead.
+            _log.debug("The flow run is not tagged yet: %s", error)
         if own.ended.wait(pause_s):
             return
         pause_s = min(2 * pause_s, _PAUSE_S)
@@ -174,17 +177,6 @@ def _introduce(flow_run_id: UUID, tags: set[str] | None, own: OwnFlowRun) -> Non
                 client.update_flow_run(flow_run_id, name=own.name)
     except Exception as error:  # a missing name must not fail the run
         _log.debug("The flow run is not named: %s", error)
-
-
-def _are_tags_set(flow_run_id: UUID, tags: set[str]) -> bool:
-    try:
-        with quick_client() as client:
-            client.update_flow_run(flow_run_id, tags=tags)
-    except Exception as error:
-        # With the tag of its last process every sweep would take a run that is retried for dead.
-        _log.debug("The flow run is not tagged yet: %s", error)
-        return False
-    return True
 
 
 def sweep_dead_runs() -> list[DeadRun]:

@@ -70,11 +70,9 @@ def _is_unchanged(spec: PipelineSpec, run: PastRun) -> bool:
     """Whether the project's files are those that the run kept."""
     if not run.sources or not all(Path(path).is_file() for path in _recipes(spec)):
         return False
-    now: dict[str, str] = {}
-    for recipe in _recipes(spec):
-        for name, path in spec.resolver.closure(recipe, spec.root).paths.items():
-            now[name] = hashlib.sha256(path.read_bytes()).hexdigest()
-    return now == dict(run.sources)
+    closures = (spec.resolver.closure(recipe, spec.root) for recipe in _recipes(spec))
+    files = {name: path for closure in closures for name, path in closure.paths.items()}
+    return run.sources == {name: hashlib.sha256(path.read_bytes()).hexdigest() for name, path in files.items()}
 
 
 def read_spec_record(storage: str, run: PastRun) -> dict[str, Any]:

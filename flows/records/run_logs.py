@@ -193,13 +193,7 @@ def _text_of(event: Event, kind: str) -> str:
 
 
 class LogReader:
-    """Reads the logs of a run, also while it grows: `read` returns what is new.
-
-    Args:
-        storage: where the run is recorded.
-        stages: those to read; None: all.
-        rank: the rank whose lines are returned; None: all lines.
-    """
+    """Reads the logs of a run, also while it grows: what is new of some stages, or all, and of one rank, or all."""
 
     def __init__(self, storage: str, run: PastRun, *, stages: list[str] | None = None, rank: int | None = None) -> None:
         self._folder = run_folder(storage, run.id).child(LOGS)

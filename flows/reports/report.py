@@ -314,19 +314,14 @@ def _moment(started: str | float | None) -> str:
     return moment.astimezone(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def _finalize(value: Any) -> Any:
-    # Not markup, which is a subclass of str.
-    return to_terminal(value) if type(value) is str else value
-
-
 @functools.cache
 def _load_template() -> jinja2.Template:
     """Load the page's template. What is put in is escaped, and a name that is not given is an error."""
-    loader = jinja2.FileSystemLoader(_PAGE.parent)
     environment = jinja2.Environment(
-        loader=loader,
+        loader=jinja2.FileSystemLoader(_PAGE.parent),
         autoescape=True,
-        finalize=_finalize,
+        # Not of markup, which is a subclass of str.
+        finalize=lambda value: to_terminal(value) if type(value) is str else value,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import platform
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +36,8 @@ _COLUMNS = 40  # of which the report shows the statistics
 _VALUES = 10  # of a column's counts
 _STATISTICS_BYTES = 16 << 20
 Rows = list[tuple[str, str]]
+Ends = tuple[dict[str, Any], dict[str, Any]]
+"""The beginning and the end of an attempt, as its stage's ledger has them."""
 Table = tuple[list[str], list[list[Any]]]
 
 
@@ -43,9 +46,9 @@ def collect_sections(plan: Plan, result: PipelineResult) -> list[Section]:
     train = plan.spec.train
     settings = {"args": train.args, "model": train.model, "options": train.options}
     manifests = result.manifests()
-    ledgers = _ledgers(plan, manifests)
+    ledgers = _read_ledgers(plan, manifests)
     prepared, training = manifests.get("prepare-data"), manifests.get("train")
-    attempts = [_attempt_row(attempt) for stage, ledger in ledgers.items() for attempt in _attempts(stage, ledger)]
+    attempts = [_attempt_row(Attempt.of(stage, *ends)) for stage, records in ledgers.items() for ends in records]
     columns = ("stage", "attempt", "started", "took", "by", "ended", "why")
     answers = [Panel("prompts", columns=head, rows=rows) for head, rows in read_answers(manifests.get("evaluate"))]
     hyperparameters = [row for name, values in settings.items() for row in _flat(f"train.{name}", values)]
@@ -55,7 +58,7 @@ def collect_sections(plan: Plan, result: PipelineResult) -> list[Section]:
         Section.of_pairs("Data", describe_data(prepared)),
         describe_conversations(read_conversations(prepared)),
         Section.of_pairs("Hyperparameters", hyperparameters),
-        Section.of_pairs("Where the time of training went", describe_goodput(ledgers.get("train"), training)),
+        Section.of_pairs("Where the time of training went", describe_goodput(ledgers.get("train", ()), training)),
         Section.of_pairs("Machine", _machine(training, plan)),
         Section("Attempts", [Panel(columns=columns, rows=attempts)] if attempts else []),
     ]
@@ -124,10 +127,9 @@ def describe_conversations(shown: Sequence[Mapping[str, Any]]) -> Section:
     return Section("What is trained", panels, note)
 
 
-def describe_goodput(ledger: Ledger | None, training: StageManifest | None) -> Rows:
+def describe_goodput(attempts: Sequence[Ends], training: StageManifest | None) -> Rows:
     """The time of training by use, as rows of a table; none before an attempt has ended."""
-    goodput = Goodput() if ledger is None else Goodput.of(ledger.records())
-    rows = goodput.rows()
+    rows = Goodput.of(attempts).rows()
     facts = None if training is None else training.facts
     if (mfu := getattr(facts, "mfu", None)) is not None:
         rows.append(("MFU", f"{mfu:.1%} of the devices' peak"))
@@ -187,25 +189,16 @@ def _show_input(shown: Mapping[str, str]) -> str:
     return Markup('<img src="{}" alt=""> {}').format(image, text) if image.startswith(_PICTURE) else text
 
 
-def _ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Ledger]:
+def _read_ledgers(plan: Plan, manifests: Mapping[str, StageManifest]) -> dict[str, Sequence[Ends]]:
     """The attempts of stages whose keys are known: of those that are done, and of the one after them."""
-    found: dict[str, Ledger] = {}
+    found: dict[str, Sequence[Ends]] = {}
     for name, stage in plan.stages.items():
-        try:
+        with contextlib.suppress(TrainflowError):
             if name in manifests:
-                found[name] = Ledger(manifests[name].store())
+                found[name] = Ledger(manifests[name].store()).records()
             elif all(source in manifests or source not in plan.stages for source in stage.stage.inputs.values()):
-                found[name] = Ledger(stage_store(plan.spec.storage, plan.key_of(name, manifests)))
-        except TrainflowError:
-            continue
+                found[name] = Ledger(stage_store(plan.spec.storage, plan.key_of(name, manifests))).records()
     return found
-
-
-def _attempts(stage: str, ledger: Ledger) -> list[Attempt]:
-    try:
-        return [Attempt.of(stage, start, end) for start, end in ledger.records()]
-    except TrainflowError:
-        return []
 
 
 def _attempt_row(attempt: Attempt) -> tuple[str, ...]:

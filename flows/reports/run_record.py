@@ -250,7 +250,12 @@ class RunRecord:
         # The report there shows when the stages ran; a new one would show only cached stages.
         if self._is_unchanged and self.result.ok and self.folder.exists(REPORT):
             return
-        text = self._replace_report(self._read_registered())
+        # Only the first call waits for the registry: a signal may interrupt that.
+        waits, self._waits = self._waits and self.result.ok, False
+        more: dict[str, Any] = {}
+        if self._model is not None and self._model.registered is not None:
+            more = {"registered": self._model.read_outcome(waits=waits), "registers": self._model.registered}
+        text = self._replace_report(more)
         if self.tracked is not None:
             self.tracked.log_file(text, REPORT)
             log_charts(self.plan.spec, self.tracked, self.charts)
@@ -264,23 +269,12 @@ class RunRecord:
         self.folder.replace(REPORT, text.encode())
         return text
 
-    def _read_registered(self) -> dict[str, Any]:
-        """The outcome of the registration, for the report. Only the first call waits: a signal may interrupt that."""
-        waits, self._waits = self._waits and self.result.ok, False
-        if self._model is None or self._model.registered is None:
-            return {}
-        return {"registered": self._model.read_outcome(waits=waits), "registers": self._model.registered}
-
     def _read_history(self) -> list[dict[str, Any]]:
         """The trainer's log, from the stage that left one; of a training that failed, what it had logged until then."""
-        for outcome in self.result.stages:
-            if outcome.manifest is None:
-                continue
-            try:
-                if history := read_training_history(Store.open(outcome.manifest["url"])):
+        for manifest in self.result.manifests().values():
+            with contextlib.suppress(ValueError, StorageError):
+                if history := read_training_history(manifest.store()):
                     return history
-            except (ValueError, StorageError):
-                continue
         return self.logged()
 
     def note_begin(self, stage: str, key: str) -> None:

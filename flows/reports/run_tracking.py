@@ -176,12 +176,7 @@ _MISTAKES = (CodeError, ConfigError, DataError)
 
 
 class RunTracking:
-    """The run, and the thread that samples this machine for it.
-
-    Attributes:
-        run: what the stages log to.
-        since: when the run began, as ISO time; that of its first command.
-    """
+    """The run, and the thread that samples this machine for it; `since`: when its first command began, as ISO time."""
 
     def __init__(self, run: tracking.TrackedRun, result: PipelineResult, run_id: str, known: Mapping[str, Any]) -> None:
         self.run = run
@@ -416,9 +411,8 @@ class ModelTracking:
     """Follows the stages of a run, and describes the model once data and training are there.
 
     Args:
-        folder: the run's folder.
         run: the MLflow run; None without MLflow, and for a run that changes nothing.
-        keeps_description: whether a description in the folder stays as it is.
+        keeps_description: whether a description in the run's `folder` stays as it is.
 
     Attributes:
         registered: the name, with the flavor, under which the model was registered by this run.
@@ -442,7 +436,12 @@ class ModelTracking:
             link_evaluation(run, exported, manifest)
             info = {} if self._data is None else self._data.facts.info
             write_or_warn("pictures of the evaluation", partial(log_outcomes, self._plan.spec, run, manifest, info))
-            self._register(run, exported, manifest)
+            is_whole = self._flavor is not None or self._plan.context.flavor is None
+            if is_whole and judge(self._plan.spec.evaluate, manifest).passed:
+                config, kept_in = self._plan.spec.register, self._folder.url
+                self._folder.delete(OUTCOME_FILE)  # of an earlier command, perhaps about another name
+                register_model(run, exported, manifest, config, self._flavor, kept_in=kept_in)
+                self.registered = registered_as(config)
 
     def read_outcome(self, *, waits: bool) -> Registered | None:
         """The outcome of this run's registration, for which it `waits` some seconds; None: it is not known."""
@@ -472,13 +471,6 @@ class ModelTracking:
                 self._flavor = describe_flavor(trained.description, self._data, manifest)
         except (StorageError, CodeError) as unwritten:  # the model is committed all the same
             _log.warning("The model could not be described: %s", unwritten)
-
-    def _register(self, run: tracking.TrackedRun, exported: LoggedModel, manifest: StageManifest) -> None:
-        is_whole = self._flavor is not None or self._plan.context.flavor is None
-        if is_whole and judge(self._plan.spec.evaluate, manifest).passed:
-            self._folder.delete(OUTCOME_FILE)  # of an earlier command, perhaps about another name
-            register_model(run, exported, manifest, self._plan.spec.register, self._flavor, kept_in=self._folder.url)
-            self.registered = registered_as(self._plan.spec.register)
 
 
 def registered_as(config: RegisterConfig) -> str | None:

@@ -50,13 +50,7 @@ Folder = tuple[str, str]
 
 @dataclass(frozen=True)
 class Referrer:
-    """Something outside of the runs' records that refers to results.
-
-    Attributes:
-        what: in words ("published as …").
-        folders: the stages' folders that it names.
-        mlflow_run_id: the MLflow run that it names; empty: none.
-    """
+    """Something outside of the runs' records, `what` in words ("published as …"), that refers to results."""
 
     what: str
     folders: frozenset[Folder]
@@ -115,10 +109,10 @@ def find_versions(storage: str, runs: Iterable[PastRun], config: TrackingConfig)
     own = tracking_uri(config, root)  # with credentials, where the environment has them
     uris = {own}
     for uri in sorted({str(run.record.get("tracking_uri")) for run in runs if run.mlflow_run_id} - {mask(own)}):
-        if _database(uri) is None or _is_file(uri):
+        if not _is_gone(uri):
             uris.add(uri)
         # A storage that was moved or copied has its database next to it.
-        elif not _is_file(default_tracking_uri(root)):
+        elif _is_gone(default_tracking_uri(root)):
             raise _unreachable(uri, "its database is not there")
     return [referrer for uri in sorted(uris) for referrer in _versions_of(uri, root)]
 
@@ -126,7 +120,7 @@ def find_versions(storage: str, runs: Iterable[PastRun], config: TrackingConfig)
 def _versions_of(uri: str, root: Store) -> Iterator[Referrer]:
     if MASK in uri:
         raise _unreachable(uri, "its credentials are not in the environment")
-    if _database(uri) is not None and not _has_versions(uri):
+    if (database := _database(uri)) is not None and not _has_versions(database):
         return  # without importing mlflow, which takes seconds
     from trainer_lib.trackers.mlflow.mlflow_client import connect
     from trainer_lib.trackers.mlflow.mlflow_registry import list_model_versions
@@ -156,16 +150,14 @@ def _database(uri: str) -> Path | None:
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
 
 
-def _is_file(uri: str) -> bool:
-    path = _database(uri)
-    return path is not None and path.is_file()
+def _is_gone(uri: str) -> bool:
+    return (path := _database(uri)) is not None and not path.is_file()
 
 
-def _has_versions(uri: str) -> bool:
+def _has_versions(path: Path) -> bool:
     """Whether a database has any version; True where that cannot be seen without mlflow."""
-    path = _database(uri)
-    if path is None or not path.is_file():
-        return path is None
+    if not path.is_file():
+        return False
     with suppress(sqlite3.Error), closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=ro", uri=True)) as database:
         return database.execute("SELECT 1 FROM model_versions LIMIT 1").fetchone() is not None
     return True
@@ -198,14 +190,12 @@ class Item:
 
     Attributes:
         kind: "run" (a record), "stage" (a result, or what attempts left) or "publication" (of a limited run).
-        folder: of a stage its name and the folder's.
     """
 
     kind: Kind
     store: Store
     bytes: int
     why: str
-    folder: Folder = ("", "")
 
 
 @dataclass
@@ -265,7 +255,7 @@ def find_garbage(
     for store, of_stage in _stage_folders(storage):
         if of_stage not in staying:
             why = f"only {named[of_stage]} refers to it" if of_stage in named else "no run refers to it"
-            _add_stage(garbage, store, of_stage, why)
+            _add_stage(garbage, store, why)
     _add_limited(garbage, storage)
     removed = tuple(f"{item.store.url}/" for item in garbage.items)
     links = (f"{root.url.rstrip('/')}/{path}" for path in root.links())
@@ -323,13 +313,13 @@ def _stage_folders(storage: str) -> Iterator[tuple[Store, Folder]]:
             yield root.child(stage, name), (stage, name)
 
 
-def _add_stage(garbage: Garbage, store: Store, folder: Folder, why: str) -> None:
+def _add_stage(garbage: Garbage, store: Store, why: str) -> None:
     if not store.list():
         return  # some stores keep an empty folder
     if (user := find_holder(store) or _reader_of(store)) is not None:
         garbage.in_use[store.url] = str(user)
     else:
-        garbage.items.append(Item("stage", store, _size(store), why, folder))
+        garbage.items.append(Item("stage", store, _size(store), why))
 
 
 def _reader_of(store: Store) -> str | None:
@@ -350,8 +340,8 @@ def _add_limited(garbage: Garbage, storage: str) -> None:
         return
     for name in runs.children():
         garbage.items.append(Item("run", runs.child(name), _size(runs.child(name)), why))
-    for store, folder in _stage_folders(scratch.url):
-        _add_stage(garbage, store, folder, why)
+    for store, _ in _stage_folders(scratch.url):
+        _add_stage(garbage, store, why)
     for name in scratch.children("hub"):
         target = scratch.child("hub", name)
         if find_holder(target) is None:
@@ -380,26 +370,29 @@ def remove_garbage(
     if garbage.obstacle is not None:
         raise garbage.obstacle
     removed: list[Item] = []
-
-    def note(item: Item) -> None:
+    for item in _remove(garbage.items, lambda: _references_now(storage, config, skip_registry)):
         removed.append(item)
         on_removed(item)
+    return removed
+
+
+def _remove(items: Sequence[Item], references: Callable[[], dict[str, str]]) -> Iterator[Item]:
+    """Remove items and yield those that are gone: runs, then the stages' folders, then publications."""
 
     def is_needed(folder: Store) -> bool:
         return _at_work(folder) is not None or bool(folder.children(TAGS))
 
-    for item in garbage.items:
+    for item in items:
         if item.kind == "run" and remove_run(item.store, RUN_FILE, partial(is_needed, item.store)):
-            note(item)
-    stages = [item for item in garbage.items if item.kind == "stage"]
+            yield item
+    stages = [item for item in items if item.kind == "stage"]
     for start in range(0, len(stages), _AT_ONCE):
-        batch = stages[start : start + _AT_ONCE]
-        for item in _remove_stages(batch, lambda: _references_now(storage, config, skip_registry)):
-            note(item)
-    for item in garbage.items:
-        if item.kind == "publication" and _remove_publication(item.store):
-            note(item)
-    return removed
+        yield from _remove_stages(stages[start : start + _AT_ONCE], references)
+    for item in items:
+        if item.kind == "publication" and (lease := acquire_lease(item.store, wait=lambda: True)) is not None:
+            with lease:
+                item.store.child("revisions").delete_tree()
+            yield item
 
 
 def _references_now(storage: str, config: TrackingConfig | None, skip_registry: bool) -> dict[str, str]:
@@ -453,12 +446,3 @@ def _leave(item: Item, lease: Lease) -> None:
             withdraw_removal(item.store)
     finally:
         lease.release()
-
-
-def _remove_publication(target: Store) -> bool:
-    lease = acquire_lease(target, wait=lambda: True)
-    if lease is None:
-        return False
-    with lease:
-        target.child("revisions").delete_tree()
-    return True

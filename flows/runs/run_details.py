@@ -217,20 +217,11 @@ class RunComparison:
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""
-
-        def plain(found: list[Difference]) -> list[dict[str, Any]]:
-            return [{"field": change.field, "old": change.old, "new": change.new} for change in found]
-
-        return {
-            "runs": [{"id": side.run.id, "run_name": side.run.run_name} for side in (self.old, self.new)],
-            "equal": self.is_equal,
-            "spec": plain(self.spec),
-            "code": self.code,
-            "data": self.data,
-            "versions": plain(self.versions),
-            "arguments": plain(self.arguments),
-            "metrics": self.metrics,
-        }
+        parts = {name: getattr(self, name) for name in ("spec", "code", "data", "versions", "arguments", "metrics")}
+        for name in ("spec", "versions", "arguments"):
+            parts[name] = [{"field": change.field, "old": change.old, "new": change.new} for change in parts[name]]
+        sides = [{"id": side.run.id, "run_name": side.run.run_name} for side in (self.old, self.new)]
+        return {"runs": sides, "equal": self.is_equal, **parts}
 
 
 def compare_runs(old: RunDetails, new: RunDetails) -> RunComparison:

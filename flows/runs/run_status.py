@@ -95,7 +95,7 @@ class RunStatus:
 
 def read_status(storage: str, run: PastRun) -> RunStatus:
     """The state of a run at one look: a process of another machine is not watched, and counts as running."""
-    return _status(run, read_signs(run_folder(storage, run.id)), set())
+    return _status(run, read_signs(run_folder(storage, run.id)))
 
 
 def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
@@ -109,7 +109,7 @@ def look(storage: str, closely: Collection[str] = ()) -> list[RunStatus]:
         signs = read_signs(run_folder(storage, run.id)) if run.status == "RUNNING" or run.id in closely else []
         # One of another machine may have died without a word: nothing waits for it.
         signs = [sign for sign in signs if run.status == "RUNNING" or sign.life() in _LIVING]
-        found.append(_status(run, signs, set()))
+        found.append(_status(run, signs))
     return found
 
 
@@ -120,7 +120,13 @@ def find_statuses(storage: str, on_wait: Callable[[int], object] = lambda _: Non
         on_wait: called with the number of silent processes of other machines, before half a minute's watch of them.
     """
     found = _look(storage)
-    suspects = [(run_folder(storage, run.id), sign) for run, signs in found for sign in signs if _seems_silent(sign)]
+    # By its clock the last beat is long ago, or unknown.
+    suspects = [
+        (run_folder(storage, run.id), sign)
+        for run, signs in found
+        for sign in signs
+        if sign.life() == "unknown" and not _is_within(sign, 3 * BEAT_S)
+    ]
     silent: set[str] = set()
     if suspects:
         on_wait(len(suspects))
@@ -169,7 +175,7 @@ def _look(storage: str) -> list[tuple[PastRun, list[Sign]]]:
     return [(run, read_signs(run_folder(storage, run.id))) for run in runs]
 
 
-def _status(run: PastRun, signs: list[Sign], silent: set[str]) -> RunStatus:
+def _status(run: PastRun, signs: list[Sign], silent: Collection[str] = ()) -> RunStatus:
     dead = tuple(
         # A beat that stands still for longer than an outage of the storage, or a pause of the machine.
         sign
@@ -183,11 +189,6 @@ def _status(run: PastRun, signs: list[Sign], silent: set[str]) -> RunStatus:
     if run.status == "RUNNING" or run.record.get("died"):
         return RunStatus(run, "died", dead[0] if dead else None, dead)
     return RunStatus(run, _ENDED.get(run.status, "stopped"), None, dead)
-
-
-def _seems_silent(sign: Sign) -> bool:
-    """Whether a process of another machine has to be watched: by its clock the last beat is long ago, or unknown."""
-    return sign.life() == "unknown" and not _is_within(sign, 3 * BEAT_S)
 
 
 def _is_within(sign: Sign, seconds: float) -> bool:
@@ -208,13 +209,9 @@ def _record_death(folder: Store, status: RunStatus) -> None:
 
 @dataclass(frozen=True)
 class StageProgress:
-    """One stage of a run.
+    """One stage of a run: seconds that it took or has been running, the share that is done, and seconds until its end.
 
-    Attributes:
-        state: ran, cached, failed, skipped, running or waiting.
-        seconds: how long it took, or has been running; None: not known.
-        share: how much of it is done, from 0 to 1; None: not known.
-        eta_s: seconds until it ends, by its own speed; None: not known.
+    None: not known. Its state is ran, cached, failed, skipped, running or waiting.
     """
 
     stage: str

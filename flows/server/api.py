@@ -183,7 +183,7 @@ def prefect_api(*, meanwhile: Callable[[], object] = lambda: None) -> Iterator[s
         retries = settings.client.max_retries if "max_retries" in settings.client.model_fields_set else _RETRIES
         with settings_for_every_thread({PREFECT_CLIENT_MAX_RETRIES: retries}):
             require_answer(settings.api.url)
-            with objects_set_aside(), _flushed(), reachable(settings.api.url):
+            with _connected(settings.api.url):
                 yield settings.api.url
         return
     membership = Membership(settings)
@@ -192,8 +192,9 @@ def prefect_api(*, meanwhile: Callable[[], object] = lambda: None) -> Iterator[s
             meanwhile()
         url, password = membership.wait()
         membership.look_after()
-        with objects_set_aside(), _settings_of(f"{url}/api", password), _flushed(), reachable(f"{url}/api"):
-            yield f"{url}/api"
+        api = f"{url}/api"
+        with _settings_of(api, password), _connected(api):
+            yield api
     finally:
         membership.leave()
 
@@ -221,10 +222,11 @@ def _settings_of(api: str, password: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _flushed() -> Iterator[None]:
+def _connected(api: str) -> Iterator[None]:
     """At the end, send what is still queued: task states travel as events, so an unsent one is a task never seen."""
-    with patient_events(_AWAY_S):
+    with objects_set_aside(), patient_events(_AWAY_S):
         try:
-            yield
+            with reachable(api):
+                yield
         finally:
             send_queued(_FLUSH_S)

@@ -20,7 +20,6 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
 from trainer_lib.protocol.requests import PreparedSplit
-from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.keys import refuse_project_modules
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.settings import check_benchmarks, check_runner
@@ -129,7 +128,10 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
     for stage in all_stages():
         own = getattr(stage.config(spec), "recipe", None)
         field, recipe = (f"{stage.section}.recipe", own) if own else ("recipe", spec.recipe)
-        _check_signatures(resolver, recipe, spec.root, field)
+        # Functions of evaluate that cannot be called would otherwise fail after the training.
+        files = resolver.closure(recipe, spec.root, field=field)
+        if (tree := files.trees.get(files.name_of(Path(recipe)))) is not None:
+            check_definitions(tree, field=field, value=recipe)
         # What a stage's own file lacks is taken from the pipeline's. None: a star import may define anything.
         names = [top_level_names(Path(path)) for path in {recipe, spec.recipe}]
         wanted = {stage.recipe_function, INSTEAD.get(str(stage.recipe_function))}
@@ -139,14 +141,6 @@ def _check_recipes(spec: PipelineSpec, resolver: Resolver) -> None:
             remedy = f"Define {stage.recipe_function}; docs/recipes/own.md shows its arguments."
             raise ConfigError(what, field=field, value=recipe, remedy=remedy)
     resolver.check_sources(spec.prepare.sources)
-
-
-def _check_signatures(resolver: Resolver, recipe: str, root: str | None, field: str) -> None:
-    """Refuse functions that cannot be called: those of evaluate would otherwise fail after the training."""
-    files = resolver.closure(recipe, root, field=field)
-    tree = files.trees.get(files.name_of(Path(recipe)))
-    if tree is not None:
-        check_definitions(tree, field=field, value=recipe)
 
 
 def _check_storage(spec: PipelineSpec) -> None:
@@ -260,8 +254,12 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
         if settings is None:
             continue
         field = f"{stage.section}.launch"
-        if not stage.several_machines:
-            _require_one_machine(settings, field)
+        # `nodes` may be a range ("2:4"), so it is compared as text.
+        several = "nodes" if str(settings.nodes) != "1" else "kind" if settings.kind == "environment" else None
+        if several and not stage.several_machines:
+            what = "Only train runs on several machines; the other stages run on one."
+            value = getattr(settings, several)
+            raise ConfigError(what, field=f"{field}.{several}", value=value, remedy="Remove it here.")
         use_cpu = hasattr(config, "args") and resolver.arguments(config.args).use_cpu
         resolver.launch(settings, use_cpu=use_cpu, section=stage.section)
         needs_folder = settings.engine == "slurm" and "folder" not in settings.engine_options
@@ -273,14 +271,6 @@ def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
         defined = [top_level_names(Path(path)) for path in {spec.prepare.recipe or spec.recipe, spec.recipe}]
         is_sharded = any(names is None or "prepare_shard" in names for names in defined)
         check_runner(spec.prepare.runner, spec.prepare.launch, is_sharded=is_sharded)
-
-
-def _require_one_machine(settings: LaunchSettings, field: str) -> None:
-    # `nodes` may be a range ("2:4"), so it is compared as text.
-    if str(settings.nodes) != "1" or settings.kind == "environment":
-        name = "nodes" if str(settings.nodes) != "1" else "kind"
-        what = "Only train runs on several machines; the other stages run on one."
-        raise ConfigError(what, field=f"{field}.{name}", value=getattr(settings, name), remedy="Remove it here.")
 
 
 def _check_metrics(spec: PipelineSpec) -> None:

@@ -59,10 +59,11 @@ def limit_spec(spec: PipelineSpec, resolver: Resolver) -> PipelineSpec:
     """Return the spec of the check that `spec.limit` asks for; the spec itself without a limit. Raises ConfigError."""
     if spec.limit is None:
         return spec
-    tracking, publish = spec.tracking, spec.publish
+    tracking, publish, storage = spec.tracking, spec.publish, spec.storage.rstrip("/")
     return spec.model_copy(
         update={
-            "storage": _below(spec.storage),
+            # The spec that a limited run has recorded names its storage already.
+            "storage": storage if storage.rpartition("/")[2] == FOLDER else f"{storage}/{FOLDER}",
             "train": spec.train.model_copy(
                 update={"args": {**spec.train.args, **_few_steps(resolver.arguments(spec.train.args))}}
             ),
@@ -78,12 +79,6 @@ def limit_spec(spec: PipelineSpec, resolver: Resolver) -> PipelineSpec:
             ),
         }
     )
-
-
-def _below(storage: str) -> str:
-    url = storage.rstrip("/")
-    # The spec that a limited run has recorded names its storage already.
-    return url if url.rpartition("/")[2] == FOLDER else f"{url}/{FOLDER}"
 
 
 def _few_steps(args: TrainingArguments) -> dict[str, Any]:
@@ -291,14 +286,11 @@ class _Source:
         line = next((self.lines[prefix] for prefix in prefixes if prefix in self.lines), None)
         return str(self.path) if line is None else f"{self.path}, line {line}"
 
-    def _holds(self, field: str) -> bool:
-        """Whether a field is a key of the spec, and not a file or a variable of the environment."""
-        overridden = (name.partition(".")[0] for name in self.overridden)
-        return field.partition(".")[0] in {*PipelineSpec.model_fields, *self.lines, *overridden}
-
     def locate(self, error: ConfigError) -> ConfigError:
         """The error, with the place of its key in the file added to the message."""
-        if error.field is not None and self._holds(error.field):
+        sections = {*PipelineSpec.model_fields, *self.lines, *(name.partition(".")[0] for name in self.overridden)}
+        # Another field is a file, or a variable of the environment.
+        if error.field is not None and error.field.partition(".")[0] in sections:
             error.message = f"{error.message.rstrip('.')} ({self.where(error.field)})."
             error.args = (error.message,)
         return error
@@ -345,13 +337,6 @@ def _leave_out_wrong_sweep(raw: dict[str, Any]) -> None:
     except ValidationError:
         del raw["sweep"]
         _log.warning("The section `sweep` has a mistake, which trainflow sweep names; this command leaves it aside.")
-
-
-def storage_of(path: str | Path) -> str:
-    """The storage that a spec file names, of which nothing else is checked. Raises ConfigError if it is not a spec."""
-    path = Path(path)
-    raw = read_spec_file(path)[0]
-    return str(_absolute(raw.get("storage") or PipelineSpec.model_fields["storage"].default, path.absolute().parent))
 
 
 def parse_spec(raw: Mapping[str, Any]) -> PipelineSpec:
@@ -485,7 +470,8 @@ def spec_here() -> Path | None:
 def storage_here() -> str | None:
     """The storage of the spec in the working directory, else .trainflow there; None: neither. Raises ConfigError."""
     if (spec := spec_here()) is not None:
-        return storage_of(spec)
+        raw, _ = read_spec_file(spec)  # of which nothing else is checked
+        return str(_absolute(raw.get("storage") or PipelineSpec.model_fields["storage"].default, Path.cwd()))
     return ".trainflow" if Path(".trainflow").is_dir() else None
 
 

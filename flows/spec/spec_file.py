@@ -62,11 +62,21 @@ _BOUNDS = {
 
 def read_spec_file(path: Path) -> tuple[dict[str, Any], dict[str, int]]:
     """The mapping in a YAML or JSON file, and the lines (from 1) of its dotted keys. Raises ConfigError."""
+    from trainer_lib.base.yaml_text import YamlProblem, parse_yaml_with_lines
+
     text = _read_text(path)
-    if path.suffix == ".json":
-        data, lines = _load_json(path, text), dict[str, int]()
-    else:
-        data, lines = _load_yaml(path, text)
+    data: Any
+    lines: dict[str, int] = {}
+    try:
+        if path.suffix == ".json":
+            data = parse_json(text, unique=True)
+        else:
+            data, lines = parse_yaml_with_lines(text)
+            data = {} if data is None else data
+    except YamlProblem as error:
+        raise _malformed("YAML", error.problem, path, error.line) from error
+    except ValueError as error:
+        raise _malformed("JSON", getattr(error, "msg", error), path, getattr(error, "lineno", None)) from error
     if not isinstance(data, dict):
         raise ConfigError(
             "A spec is a mapping of keys to values.", field=str(path), remedy="Start it with 'name:' and 'recipe:'."
@@ -101,27 +111,9 @@ def _read_text(path: Path) -> str:
         raise ConfigError(reason, field=str(path), remedy="Give the path of a spec (pipeline.yaml).") from error
 
 
-def _load_json(path: Path, text: str) -> Any:
-    try:
-        return parse_json(text, unique=True)
-    except ValueError as error:
-        line = getattr(error, "lineno", None)
-        what = f"The file is not valid JSON: {getattr(error, 'msg', error)}."
-        remedy = "Correct the file."
-        raise ConfigError(what, field=str(path) if line is None else f"{path}, line {line}", remedy=remedy) from error
-
-
-def _load_yaml(path: Path, text: str) -> tuple[Any, dict[str, int]]:
-    from trainer_lib.base.yaml_text import YamlProblem, parse_yaml_with_lines
-
-    try:
-        data, lines = parse_yaml_with_lines(text)
-    except YamlProblem as error:
-        where = str(path) if error.line is None else f"{path}, line {error.line}"
-        raise ConfigError(
-            f"The file is not valid YAML: {error.problem}.", field=where, remedy="Correct the file."
-        ) from error
-    return ({} if data is None else data), lines
+def _malformed(form: str, problem: object, path: Path, line: int | None) -> ConfigError:
+    where = str(path) if line is None else f"{path}, line {line}"
+    return ConfigError(f"The file is not valid {form}: {problem}.", field=where, remedy="Correct the file.")
 
 
 def apply_override(raw: dict[str, Any], text: str) -> str:
@@ -168,13 +160,7 @@ def set_field(raw: dict[str, Any], key: str, value: Any, *, shown: str, where: s
 
 @dataclass(frozen=True)
 class _Finding:
-    """One finding about one key.
-
-    Attributes:
-        message: what is wrong.
-        remedy: what to do.
-        wanted: what the setting takes, if the value is of another type; None if the value itself is wrong.
-    """
+    """A finding about a key; `wanted` is what the setting takes, None where the value has the right type."""
 
     message: str
     remedy: str
@@ -250,21 +236,15 @@ def _joined(value: Any, findings: Sequence[_Finding]) -> _Finding:
 
 def _describe(key: str, model: type[BaseModel]) -> str:
     """The description of a setting, which says what form its text has."""
-    kind: Any = model
-    *sections, name = key.split(".")
-    for section in sections:
-        fields = getattr(kind, "model_fields", None) or getattr(kind, "__pydantic_fields__", {})
-        field = fields.get(section)
-        kind = _settings_class(None if field is None else field.annotation)
-    fields = getattr(kind, "model_fields", None) or getattr(kind, "__pydantic_fields__", {})
-    return str(fields[name].description) if name in fields else "Correct the value."
-
-
-def _settings_class(annotation: Any) -> Any:
-    """The class with the fields of a section; an optional section is a union with None."""
-    options = [annotation, *getattr(annotation, "__args__", ())]
-    known = ("model_fields", "__pydantic_fields__")
-    return next((option for option in options if any(hasattr(option, name) for name in known)), None)
+    kinds: list[Any] = [model]
+    for name in key.split("."):
+        # An optional section is a union with None; one that is a dataclass has its fields under the other name.
+        found = (getattr(kind, "model_fields", None) or getattr(kind, "__pydantic_fields__", {}) for kind in kinds)
+        field = next((fields[name] for fields in found if name in fields), None)
+        if field is None:
+            return "Correct the value."
+        kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
+    return str(field.description)
 
 
 def _follow(raw: Any, location: Sequence[str | int]) -> tuple[str, Any]:

@@ -94,10 +94,6 @@ class PrunerSettings(Settings):
     )
 
 
-def _read_pruner(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 def _as_list(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -129,7 +125,9 @@ class SweepSettings(Settings):
         default="tpe",
         description="Who proposes values: tpe learns from the trials, random, or grid, which takes every point.",
     )
-    pruner: Annotated[PrunerSettings | None, BeforeValidator(_read_pruner)] = Field(
+    pruner: Annotated[
+        PrunerSettings | None, BeforeValidator(lambda value: {"kind": value} if isinstance(value, str) else value)
+    ] = Field(
         default=None, description="Ends poor trials early: asha or median, or their settings; unset: none is ended."
     )
     parallel: int = Field(

@@ -224,11 +224,11 @@ def _run_lines(listed: Sequence[RunStatus], tags: Mapping[str, Sequence[str]], w
     }
     metrics = _metric_columns([status.run for status in listed], wanted)
     columns |= {name: [number_words(status.run.metrics.get(name)) for status in listed] for name in metrics}
-    columns[""] = [
-        ", ".join(filter(None, (*(f"#{tag}" for tag in tags[run.id]), _of_sweep(run), status.where)))
-        for status in listed
-        for run in (status.run,)
-    ]
+    columns[""] = []
+    for status in listed:
+        run = status.run
+        trial = "" if run.sweep is None else f"trial {run.record.get('trial')} of sweep {run.sweep}"
+        columns[""].append(", ".join(filter(None, (*(f"#{tag}" for tag in tags[run.id]), trial, status.where))))
     # On a narrow terminal the metric that is asked for first is worth more than the times and the other metrics.
     room = (terminal.terminal_width() or 1000) - 2 * len(columns)
     for name in [*reversed(metrics[1:]), "took", "started"]:
@@ -239,10 +239,6 @@ def _run_lines(listed: Sequence[RunStatus], tags: Mapping[str, Sequence[str]], w
     rows = [tuple(columns), *zip(*columns.values(), strict=True)]
     styles = [("", "", COLOURS.get(status.state, "")) for status in listed]
     return table(rows, styles, right=frozenset(index for index, name in enumerate(columns) if name in metrics))
-
-
-def _of_sweep(run: PastRun) -> str:
-    return "" if run.sweep is None else f"trial {run.record.get('trial')} of sweep {run.sweep}"
 
 
 def _metric_columns(runs: Iterable[PastRun], wanted: Sequence[str]) -> list[str]:

@@ -142,26 +142,20 @@ def _served(place: TrackingPlace, port: int | None) -> Iterator[str]:
 @contextlib.contextmanager
 def _prefect_served(run: PastRun | None) -> Iterator[str]:
     """A Prefect server inside the block, the embedded one unless another is configured; yields the link to the run."""
+    import httpx
+
+    from trainflow.flows.records.prefect_runs import find_flow_run
     from trainflow.flows.server.api import prefect_api
     from trainflow.flows.server.membership import find_page, sign_in_link
 
     with prefect_api() as url:
-        page = _prefect_page(run)
-        yield sign_in_link(url, page) or find_page(page) or url
-
-
-def _prefect_page(run: PastRun | None) -> str:
-    """The path of the run's page in Prefect's UI, else of the list of runs."""
-    import httpx
-
-    from trainflow.flows.records.prefect_runs import find_flow_run
-
-    if run is not None and run.run_name:
+        page = "/runs"
         # The list is always there; the page of a run is a convenience.
         with contextlib.suppress(httpx.HTTPError, ValueError):
-            if flow_run_id := find_flow_run(run.run_name, datetime.fromisoformat(run.started)):
-                return f"/runs/flow-run/{flow_run_id}"
-    return "/runs"
+            if run is not None and run.run_name:
+                flow_run_id = find_flow_run(run.run_name, datetime.fromisoformat(run.started))
+                page += f"/flow-run/{flow_run_id}" if flow_run_id else ""
+        yield sign_in_link(url, page) or find_page(page) or url
 
 
 @contextlib.contextmanager
