@@ -135,7 +135,7 @@ class Checkpoints:
         """
         self.close()  # a save whose wait was interrupted is this Trainer's own, however it ends
         world = self._internals.world
-        recorded = None if resumed is None else resumed.earlier_runs
+        recorded: Sequence[str] | None = None if resumed is None else resumed.earlier_runs
         if self._internals.attempts.spikes:  # back at the start of a resumed run, nothing of it names them
             recorded = self.occupied.names
         found = world.run_on_main_process(lambda: self._claim(self.root(), plan, recorded))
