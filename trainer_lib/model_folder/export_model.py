@@ -31,7 +31,6 @@ from trainer_lib.worker.process.session import Work
 ROWS = 32
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
 _TOLERANCE = 1e-3  # of an output, relative to the largest one
-_CONVERTER = "Export to transformers, and give the folder to convert_hf_to_gguf.py of llama.cpp."
 Run = Callable[[Mapping[str, Tensor]], Any]
 """The exported model: a batch to the outputs of its rows."""
 
@@ -40,8 +39,8 @@ def run(work: Work[ExportRequest]) -> ExportResult:
     """Export the model, and compare its outputs of up to 32 rows with those of the model."""
     request = work.request
     if request.form == "gguf":
-        what = "trainflow writes no GGUF."
-        raise ConfigError(what, field="--to", value=request.form, remedy=_CONVERTER)
+        remedy = "Export to transformers, and give the folder to convert_hf_to_gguf.py of llama.cpp."
+        raise ConfigError("trainflow writes no GGUF.", field="--to", value=request.form, remedy=remedy)
     if request.form == "onnx" and (missing := [name for name in _ONNX if importlib.util.find_spec(name) is None]):
         what = f"ONNX needs the packages {', '.join(missing)}."
         remedy = f"Install them: pip install {' '.join(missing)}."
@@ -170,7 +169,8 @@ def _to_transformers(loaded: LoadedModel, batch: Mapping[str, Tensor], folder: P
         remedy = "Publish it with publish.merge_adapters=true." if is_adapted else "Use torch-export or onnx."
         raise ConfigError(what, field="--to", value="transformers", remedy=remedy)
     model.save_pretrained(folder)
-    loaded.write_tokenizer(folder)
+    if loaded.tokenizer is not None:
+        loaded.tokenizer.save_pretrained(folder)
     again = type(model).from_pretrained(folder).eval()
     return lambda part: _main(again(**part))
 

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -96,34 +96,28 @@ class LoadedModel:
         Raises:
             DataError: a row has an unknown column, lacks one, or has a value of another type.
         """
-        given = GivenRows(self._read(rows), self.description.columns)
-        spool = PredictionSpool(None)
-        try:
-            self.add_outputs(given, spool, batch_size=batch_size)
+        with contextlib.closing(PredictionSpool(None)) as spool:
+            self.add_outputs(self.typed(rows), spool, batch_size=batch_size)
             return self.columns_of(spool)
-        finally:
-            spool.close()
 
-    def _read(self, rows: Any) -> Iterable[Mapping[str, Any]]:
+    def typed(self, rows: Any) -> GivenRows:
+        """Rows as for `predict`, with the types of prepared ones."""
         if hasattr(rows, "to_dict") and hasattr(rows, "columns"):  # a DataFrame, whose iteration gives its columns
             rows = rows.to_dict("records")
-        if (form := self.form) is None:
-            return cast("Iterable[Mapping[str, Any]]", rows)
-        form.unknown.clear()  # of earlier rows
-        read = [form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)]
-        for sentence in form.describe_unknown():
-            _log.warning("%s", sentence)
-        return read
+        if (form := self.form) is not None:
+            form.unknown.clear()  # of earlier rows
+            rows = [
+                form.read(row, f"Row {number}") if isinstance(row, Mapping) else row for number, row in enumerate(rows)
+            ]
+            for sentence in form.describe_unknown():
+                _log.warning("%s", sentence)
+        return GivenRows(rows, self.description.columns)
 
     def measured_with(self, rows: Sequence[Mapping[str, Any]], labels: np.ndarray) -> EvalPrediction:
         """The input of the recipe's metrics, from rows as for `predict` and their labels ``[rows]``."""
-        spool = PredictionSpool(None)
-        try:
-            self.add_outputs(GivenRows(self._read(rows), self.description.columns), spool)
-            outputs = nested.map_tree(np.array, spool.tree())  # the spool's files go
-            return EvalPrediction(outputs, labels)
-        finally:
-            spool.close()
+        with contextlib.closing(PredictionSpool(None)) as spool:
+            self.add_outputs(self.typed(rows), spool)
+            return EvalPrediction(nested.map_tree(np.array, spool.tree()), labels)  # the spool's files go
 
     def outcomes_of(
         self, given: EvalPrediction, names: Sequence[str], rows: Sequence[Mapping[str, Any]]
@@ -134,10 +128,6 @@ class LoadedModel:
         pairs = pair_outcomes(self._work.recipe, given, self._data)
         return summarize_pairs(pairs, self._data, id_of=names.__getitem__, show=rows.__getitem__)
 
-    def typed(self, rows: Iterable[Mapping[str, Any]]) -> GivenRows:
-        """Rows as for `predict`, with the types of prepared ones."""
-        return GivenRows(self._read(rows), self.description.columns)
-
     @property
     def tokenizer(self) -> Any:
         """The tokenizer that the recipe keeps; None without one."""
@@ -147,11 +137,6 @@ class LoadedModel:
     def device(self) -> torch.device:
         """The device that predictions are made on."""
         return self._args.device
-
-    def write_tokenizer(self, folder: Path) -> None:
-        """Write the tokenizer that the recipe keeps into a folder; nothing without one."""
-        if (tokenizer := self.tokenizer) is not None:
-            tokenizer.save_pretrained(folder)
 
     @property
     def compute_metrics(self) -> Callable[..., Any] | None:
@@ -257,7 +242,13 @@ def _fetch_code(found: FoundModel) -> Path:
     digest = found.description.code_digest
     if digest in _FETCHED:
         return _FETCHED[digest]
-    contents = {entry.path: _read_same(found.code, entry) for entry in found.description.code}
+    contents: dict[str, bytes] = {}
+    for entry in found.description.code:
+        if not found.code.exists(entry.path) or found.code.size(entry.path) != entry.size:
+            raise _damaged(found.code, entry)
+        contents[entry.path] = found.code.read_bytes(entry.path, limit=entry.size)
+        if hashlib.sha256(contents[entry.path]).hexdigest() != entry.sha256:
+            raise _damaged(found.code, entry)
     # In a worker, below the folder of its launch, which the owner removes however the worker ends.
     launched = os.environ.get(MARK, "")
     above = launched if launched and Path(launched).is_dir() else None
@@ -268,15 +259,6 @@ def _fetch_code(found: FoundModel) -> Path:
         (folder / path).write_bytes(content)
     _FETCHED[digest] = folder
     return folder
-
-
-def _read_same(store: Store, entry: FileEntry) -> bytes:
-    """The bytes of a small file, which are exactly the described ones."""
-    if store.exists(entry.path) and store.size(entry.path) == entry.size:
-        content = store.read_bytes(entry.path, limit=entry.size)
-        if hashlib.sha256(content).hexdigest() == entry.sha256:
-            return content
-    raise _damaged(store, entry)
 
 
 def _damaged(store: Store, entry: FileEntry) -> DamagedError:
@@ -310,8 +292,7 @@ def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Rec
     for name, there in _imported_from_elsewhere(description, root):
         what = f"The model has a module called {name}, and this process has imported another one from {there}."
         raise ConfigError(what, field=FIELD, value=name, remedy="Load the model in a new process.")
-    for path in _import_folders(description):
-        place = str(root / path)
+    for place in (str(root / path) for path in _import_folders(description)):
         if place not in sys.path:
             sys.path.append(place)  # the root's own files are found first: recipes append it as well
     recipe = recipes.load(file.path, root, needs=("build_model",), fallback=file.fallback)

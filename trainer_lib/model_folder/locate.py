@@ -130,7 +130,7 @@ def find_model(address: str) -> FoundModel:
     if commit is not None and commit.kind == "stage":
         return _find_in_runs(store, commit)
     if commit is not None and commit.kind == "checkpoint":
-        name, stage = store.url.rstrip("/").rpartition("/")[2], _above(store, 2)
+        name, stage = store.url.rstrip("/").rpartition("/")[2], _go(store, "../..")
         found = _find_in_runs(stage, read_commit(stage))
         return replace(found, checkpoint=name)
     if store.exists(_RUN_FILE):
@@ -189,9 +189,9 @@ def _is_run(store: Store, found: FoundModel) -> bool:
     places = found.description.places
     if parts[-2:-1] != [_RUNS] or places.code != SOURCE or not _TRAINED.fullmatch(places.weights):
         return False
-    if not store.exists(_RUN_FILE) or not _note(_above(store, 2).url)[0].is_file():
+    if not store.exists(_RUN_FILE) or not _note(_go(store, "../..").url)[0].is_file():
         return False
-    commit = read_commit(_above(found.weights, 1))
+    commit = read_commit(_go(found.weights, ".."))
     return commit is not None and commit.kind == "stage" and commit.meta.get("key") == key
 
 
@@ -202,7 +202,7 @@ def _find_in_runs(stage: Store, commit: Commit | None) -> FoundModel:
         what = "This folder is not the result of a train stage." if name is None else f"This is the result of {name}."
         remedy = "Give the folder of the train stage, or that of the run."
         raise ConfigError(what, field=FIELD, value=stage.url, remedy=remedy)
-    runs = _above(stage, 3).child(_RUNS)
+    runs = _go(stage, "../../..").child(_RUNS)
     newest: FoundModel | None = None
     for run in map(runs.child, runs.children()):
         # Another run's description does not matter here.
@@ -216,10 +216,6 @@ def _find_in_runs(stage: Store, commit: Commit | None) -> FoundModel:
     what = "No run on this storage describes the model of this stage, so its recipe is not known."
     remedy = "Run its pipeline again: what is committed is kept, and the model is described."
     raise ConfigError(what, field=FIELD, value=stage.url, remedy=remedy)
-
-
-def _above(store: Store, levels: int) -> Store:
-    return _go(store, "/".join([".."] * levels))
 
 
 def _go(store: Store, path: str) -> Store:

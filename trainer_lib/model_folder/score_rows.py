@@ -43,14 +43,8 @@ _ERROR_CHARACTERS = 500
 
 def run(work: Work[ScoreRequest]) -> PartsResult:
     """Predict the rows of all files that no other worker takes; returns when every part is finished."""
-    request = work.request
-    loaded = load_same(request)
-    scoring = _Scoring(work, loaded)
-    try:
-        with objects_set_aside():
-            return scoring.run()
-    finally:
-        scoring.close()
+    with contextlib.closing(_Scoring(work, load_same(work.request))) as scoring, objects_set_aside():
+        return scoring.run()
 
 
 class _Form(NamedTuple):
@@ -66,16 +60,15 @@ class _Scoring:
 
     def __init__(self, work: Work[ScoreRequest], loaded: LoadedModel) -> None:
         request = work.request
-        self._request = request
-        self._events = work.events
+        self._request, self._events = request, work.events
+        self._allows_bad = request.max_errors > 0
         self._loaded = loaded
         self._size = request.batch_size or loaded.batch_size
         self._known = known_columns(loaded.description.columns)
         self._store = Store.open(request.output, field="--to")
         self._parts = numbered_parts(self._store, request.key, request.file_format)
-        self._series = None
-        if "new_steps" in loaded.description.info:
-            self._series = read_series(request, loaded.description.info)
+        info = loaded.description.info
+        self._series = read_series(request, info) if "new_steps" in info else None
         self._reader = self._open()
         self._form = self._find_form()
         if loaded.form is not None:  # the first rows are read again
@@ -175,7 +168,9 @@ class _Scoring:
                 errors += found
                 ids += [row.id if self._has_type(row.id) else None for row in rows]
                 self._predicted += len(rows)
-                self._report(share)
+                if self._pace.is_due():
+                    counts = {"rows": self._predicted, "row": self._reader.position}
+                    self._events.emit("progress", step=int(share * _SHARES), max_steps=_SHARES, **counts)
             if not ids:
                 return False
             num_bad = sum(error is not None for error in errors)
@@ -215,10 +210,6 @@ class _Scoring:
             wait([waiting])  # until then the other thread uses the reader
 
     # -- one chunk of rows --------------------------------------------------------------------------------------------
-
-    @property
-    def _allows_bad(self) -> bool:
-        return self._request.max_errors > 0
 
     def _has_type(self, row_id: int | str | None) -> bool:
         return row_id is None or isinstance(row_id, str) is self._form.has_text_ids
@@ -338,13 +329,6 @@ class _Scoring:
         what = f"{row.place}: the id {row.id!r} is not {kind} as the first one."
         remedy = "Give every row an id of one type; those of a CSV file are texts."
         return DataError(what, field="--id", value=self._form.id_column, remedy=remedy)
-
-    def _report(self, share: float) -> None:
-        if not self._pace.is_due():
-            return
-        self._events.emit(
-            "progress", step=int(share * _SHARES), max_steps=_SHARES, rows=self._predicted, row=self._reader.position
-        )
 
 
 def _file(row: Row) -> str:
