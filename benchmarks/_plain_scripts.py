@@ -8,9 +8,10 @@ import numpy as np
 import torch
 
 from benchmarks._recipe_jobs import Job
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.recipes.embeddings import find_ranks
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
-from trainer_lib.recipes.time_series_forecasting import measure_forecasts
+from trainer_lib.recipes.time_series_forecasting import compute_metrics
 
 _SCALE = 20.0  # of cosines, as sentence-transformers has it
 
@@ -61,7 +62,7 @@ def forecast(job: Job) -> float:
     wanted = labels["train"][:, 0].reshape(len(past["train"]), -1)
     model = Ridge().fit(past["train"] - past["train"][:, -1:], wanted - past["train"][:, -1:])
     found = model.predict(past["test"] - past["test"][:, -1:]) + past["test"][:, -1:]
-    return measure_forecasts(found.reshape(shape), labels["test"])["mase"]
+    return compute_metrics(EvalPrediction(found.reshape(shape), labels["test"]))["mase"]
 
 
 def embed(job: Job) -> float:

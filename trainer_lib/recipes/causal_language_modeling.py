@@ -68,15 +68,13 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     """
     chosen = choose(options, DEFAULTS, field=FIELD)
     packed_batches.require_rows(chosen)
-    place = model_places.one_of(chosen, field=FIELD)
-    if place is not None:
-        model_places.require_positions(place, chosen["length"], field=f"{FIELD}.length")
+    place = model_places.require_positions(chosen, "length", field=FIELD)
     texts = DocumentSplits(chosen, out.sources, out.mixture)
     if place is None:
         train = (document.text for document in texts.read("train"))
         tokenizer = tokenizing.learn_byte_tokenizer(train, vocabulary=chosen["vocabulary"])
     else:
-        tokenizer = tokenizing.open_tokenizer(place, field=FIELD)
+        tokenizer = tokenizing.open_tokenizer(place)
     tokenizing.note_tokenizer(tokenizer, out)
     counts = {name: new_counts() for name in texts.names}
     mixed = [SOURCE] if out.mixture else []  # new rows need not say where they are from
@@ -121,11 +119,10 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         known = {"dtype": chosen["dtype"], "vocabulary": info["vocabulary"], "settings": settings}
         model = model_places.load_causal_model(place, field="train.model", **known)
     model.config.use_cache = False  # training has no use for it, and it hides positions from the mask
-    model = model_places.add_adapters(model, chosen["adapter"], place=place)
+    adapted = model_places.add_adapters(model, chosen["adapter"], place=place)
     if info["packed"]:
-        packed_batches.require_isolation(model, **{name: info[name] for name in ("vocabulary", "length", "isolate")})
-    built: nn.Module = model
-    return built
+        packed_batches.require_isolation(adapted, **{name: info[name] for name in ("vocabulary", "length", "isolate")})
+    return adapted
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
@@ -156,17 +153,15 @@ class Trainer(PlainTrainer):
         return None, torch.cat(found, dim=1), None
 
 
-def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str, float]:
-    """Perplexity of texts, and that of the tokens' own frequencies in these texts (a unigram model).
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure the perplexity, next to that of the tokens' own frequencies in these texts (a unigram model).
 
-    `nats_below_unigram` is what the model is better by, per token; perplexities are the exponentials.
-
-    Args:
-        predictions: ``[rows, 2]``: the negative log-likelihoods of the rows' targets together, and their number.
-        labels: tokens ``[rows, tokens]``, negative where there is no target.
+    Predictions begin with the negative log-likelihoods of the rows' targets together, and their number ``[rows, 2]``;
+    labels are tokens ``[rows, tokens]``, negative where there is no target. `nats_below_unigram` is what the model is
+    better by, per token; perplexities are the exponentials.
     """
-    nats, targets = np.asarray(predictions, np.float64).sum(axis=0)
-    tokens, texts = np.asarray(labels), np.asarray(labels if whole is None else whole)
+    nats, targets = np.asarray(evaluation.predictions, np.float64)[:, :2].sum(axis=0)
+    tokens, texts = np.asarray(evaluation.label_ids), np.asarray(evaluation.whole_labels)
     counts = np.bincount(texts[texts >= 0])
     logs = np.log(np.maximum(counts, 1) / max(counts.sum(), 1))
     mean, unigram = nats / max(targets, 1), float(-logs[tokens[tokens >= 0]].sum() / max((tokens >= 0).sum(), 1))
@@ -177,11 +172,6 @@ def measure_tokens(predictions: Any, labels: Any, whole: Any = None) -> dict[str
         "nats_below_unigram": float(unigram - mean),
         "tokens": float(targets),
     }
-
-
-def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure the perplexity, and compare it with that of the rows' own frequencies of tokens."""
-    return measure_tokens(evaluation.predictions, evaluation.label_ids, evaluation.whole_labels)
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -111,23 +111,6 @@ class Candidates:
         return found
 
 
-def measure_ranks(ranks: np.ndarray, overlap: np.ndarray, candidates: np.ndarray) -> dict[str, float]:
-    """Mean reciprocal rank and recall of ranks ``[rows]``, next to the ranks by tokens in common, and chance.
-
-    `mrr_over_overlap` is what the model is better by.
-    """
-    mrr, overlap_mrr = (float((1 / np.asarray(values, np.float64)).mean()) for values in (ranks, overlap))
-    return {
-        "mrr": mrr,
-        **{f"recall_at_{most}": float((ranks <= most).mean()) for most in _MOST_RANKS},
-        "overlap_mrr": overlap_mrr,
-        **{f"overlap_recall_at_{most}": float((overlap <= most).mean()) for most in _MOST_RANKS},
-        "mrr_over_overlap": mrr - overlap_mrr,
-        "chance_recall_at_10": float(np.minimum(1, 10 / candidates).mean()),
-        "candidates": float(candidates.max()),
-    }
-
-
 # -- the recipe -------------------------------------------------------------------------------------------------------
 class TextsToFind(TextRows):
     """The pairs of a table by split."""
@@ -194,13 +177,12 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         remedy = "Give a number above 0, such as 0.05."
         what = "Cosines cannot be divided by this."
         raise ConfigError(what, field="train.model.temperature", value=chosen["temperature"], remedy=remedy)
-    model: Any = build_with_head(chosen, data, head="", task="FEATURE_EXTRACTION")
+    model = build_with_head(chosen, data, head="", task="FEATURE_EXTRACTION")
     if getattr(model, "pooler", None) is not None:
-        model.pooler = None  # its weights would never be trained
-    model.config.embedding_pooling = chosen["pooling"]
-    model.config.embedding_temperature = float(chosen["temperature"])
-    built: nn.Module = model
-    return built
+        model.pooler = None  # type: ignore[assignment]  # its weights would never be trained
+    config: Any = model.config
+    config.embedding_pooling, config.embedding_temperature = chosen["pooling"], float(chosen["temperature"])
+    return model
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
@@ -303,9 +285,22 @@ class Trainer(RowLossTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compare ranks ``[rows]`` with those by the tokens in common ``[rows, 2]`` (rank, candidates)."""
-    overlap, candidates = np.asarray(evaluation.label_ids).T
-    return measure_ranks(np.asarray(evaluation.predictions), overlap, candidates)
+    """Measure reciprocal ranks and recall, next to those of the ranks by the tokens in common, and chance.
+
+    Predictions are ranks ``[rows]``, labels ``[rows, 2]``: the ranks by the tokens in common, and how many candidates
+    there are. `mrr_over_overlap` is what the model is better by.
+    """
+    ranks, (overlap, candidates) = np.asarray(evaluation.predictions), np.asarray(evaluation.label_ids).T
+    mrr, overlap_mrr = (float((1 / np.asarray(values, np.float64)).mean()) for values in (ranks, overlap))
+    return {
+        "mrr": mrr,
+        **{f"recall_at_{most}": float((ranks <= most).mean()) for most in _MOST_RANKS},
+        "overlap_mrr": overlap_mrr,
+        **{f"overlap_recall_at_{most}": float((overlap <= most).mean()) for most in _MOST_RANKS},
+        "mrr_over_overlap": mrr - overlap_mrr,
+        "chance_recall_at_10": float(np.minimum(1, 10 / candidates).mean()),
+        "candidates": float(candidates.max()),
+    }
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -103,27 +103,6 @@ def feedback_losses(
     return weights * (1 - torch.sigmoid(torch.where(good, gains, -gains)))
 
 
-def measure_feedback(rewards: Any, labels: Any, known: Any, whole: Any = None) -> dict[str, float]:
-    """The probability that a good answer has a higher reward than a bad one (AUC), next to `beside_rules`.
-
-    Args:
-        rewards: ``[rows, 2]``, of the answers, and of those of other rows to the prompts.
-        labels: ``[rows]``, 1 for a good answer.
-        known: ``[rows, 4]``: log-probabilities by the reference, and lengths.
-        whole: where these rows are a resample, labels and what is known of all rows.
-    """
-    every_label, every = (labels, known) if whole is None else whole
-    scores, divergence = np.asarray(rewards, np.float64).T
-    good, overall = np.asarray(labels) > 0, _area(every[:, 2], every_label)
-    auc, reference, longer = (_area(values, labels) for values in (scores, known[:, 0], known[:, 2]))
-    means = {name: float(scores[kind].mean()) if kind.any() else 0.0 for name, kind in (("good", good), ("bad", ~good))}
-    return {
-        **beside_rules("auc", auc, reference, longer, overall),
-        **{f"{name}_reward": mean for name, mean in means.items()},
-        "divergence": max(0.0, float(divergence.mean())),
-    }
-
-
 def _area(scores: Any, labels: Any) -> float:
     """The share of pairs of a good and a bad answer whose scores are in this order; without pairs a half."""
     good = np.asarray(labels) > 0
@@ -209,9 +188,21 @@ class Trainer(PolicyTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Measure rewards ``[rows, 2]``, next to what the reference and the lengths of answers tell."""
-    labels, known = evaluation.label_ids
-    return measure_feedback(evaluation.predictions, labels, known, evaluation.whole_labels)
+    """Measure the probability that a good answer has a higher reward than a bad one (AUC), next to `beside_rules`.
+
+    Predictions are rewards ``[rows, 2]``, of the answers, and of those of other rows to the prompts. Labels are 1 for
+    a good answer ``[rows]``, and log-probabilities by the reference and lengths ``[rows, 4]``.
+    """
+    (labels, known), (every_label, every) = evaluation.label_ids, evaluation.whole_labels
+    scores, divergence = np.asarray(evaluation.predictions, np.float64).T
+    good, overall = np.asarray(labels) > 0, _area(every[:, 2], every_label)
+    auc, reference, longer = (_area(values, labels) for values in (scores, known[:, 0], known[:, 2]))
+    means = {name: float(scores[kind].mean()) if kind.any() else 0.0 for name, kind in (("good", good), ("bad", ~good))}
+    return {
+        **beside_rules("auc", auc, reference, longer, overall),
+        **{f"{name}_reward": mean for name, mean in means.items()},
+        "divergence": max(0.0, float(divergence.mean())),
+    }
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -62,19 +62,15 @@ def find_image_settings(place: str, *, field: str) -> ImageSettings:
         given = config.get("pretrained_cfg")
         if not _is_of_timm(config) or not isinstance(given, Mapping):
             raise model_places.no_model(place, error, field=field) from error
-        return _image_settings((given.get("input_size") or ())[1:], given.get("mean"), given.get("std"))
-    sides = settings.get("crop_size") or settings.get("size")
+        sides = dict(zip(("height", "width"), (given.get("input_size") or ())[1:], strict=False))
+        settings = {"size": sides, "image_mean": given.get("mean"), "image_std": given.get("std")}
+    sides = settings.get("crop_size") or settings.get("size") or {}
     if isinstance(sides, int):
         sides = {"height": sides, "width": sides}
-    sides = sides or {}
     edge = sides.get("shortest_edge")
-    size = [side for side in (sides.get("height", edge), sides.get("width", edge)) if side is not None]
-    return _image_settings(size, settings.get("image_mean"), settings.get("image_std"))
-
-
-def _image_settings(size: Sequence[Any], mean: Sequence[Any] | None, spread: Sequence[Any] | None) -> ImageSettings:
-    normal = [float(value) for value in mean or ()], [float(value) for value in spread or ()]
-    return ([int(side) for side in size] if len(size) == 2 else None), (normal if all(normal) else None)
+    size = [int(side) for side in (sides.get("height", edge), sides.get("width", edge)) if side is not None]
+    mean, spread = ([float(value) for value in settings.get(name) or ()] for name in ("image_mean", "image_std"))
+    return size if len(size) == 2 else None, (mean, spread) if mean and spread else None
 
 
 def _read_config(place: str) -> Mapping[str, Any]:
@@ -119,11 +115,9 @@ def load_image_model(place: str, head: Mapping[str, Any], *, new_head: bool) -> 
     classes = list(head["id2label"].values())
     model_places.require_head(place, "ForImageClassification", len(classes), is_new=new_head, has_head=of_timm)
     # timm's configuration has a number of classes of its own, which outweighs their names.
-    names = {**head, **({"num_labels": len(classes)} if of_timm else {})}
+    settings = {**head, **({"num_labels": len(classes)} if of_timm else {}), "ignore_mismatched_sizes": new_head}
     kind = "AutoModelForImageClassification"
-    model: nn.Module = model_places.from_place(
-        kind, place, field="train.model", ignore_mismatched_sizes=new_head, **names
-    )
+    model: nn.Module = model_places.from_place(kind, place, field="train.model", **settings)
     if of_timm:
         model.config.label_names = classes  # type: ignore[union-attr]  # saved in place of id2label
     return model
@@ -246,20 +240,17 @@ class ImageRows(TabularRows):
     def _read(self, addresses: Sequence[str], *, field: str) -> Table:
         column = self.options["image"]
         if column is not None:
-            form = {name: self.options[name] for name in ("rename", "read")}
-            readers = {**self._readers(), self.options["id"]: id_of}
-            return image_files.read_image_table(
-                addresses, column, field=field, readers=readers, marks=self.marks, **form
-            )
+            form = {"readers": {**self._readers(), self.options["id"]: id_of}, "marks": self.marks}
+            form |= {name: self.options[name] for name in ("rename", "read")}
+            return image_files.read_image_table(addresses, column, field=field, **form)
         table = image_files.find_images(addresses, field=field)
         way, by_names = self.options["split"], "prepare.options.split={by: column, column: split}"
         above = by_names.replace("split}", "label}") + ", and prepare.options.label=split"
         for column, remedy in ((image_files.SPLIT, by_names), (image_files.FOLDER_LABEL, above)):
             names = {str(name) for name in table.columns[column] if str(name).lower() in image_files.USUAL_SPLITS}
             if len(names) > 1 and way.get("by") != "column" and not self.options["files"]:
-                what = (
-                    f"Folders of the images are called {', '.join(sorted(names))}: they are splits, and would be mixed."
-                )
+                what = f"Folders of the images are called {', '.join(sorted(names))}"
+                what += ": they are splits, and would be mixed."
                 raise ConfigError(what, field=f"{FIELD}.split", value=way, remedy=f"Set {remedy}.")
         if self.options["label"] == image_files.FOLDER_LABEL and way.get("column") != image_files.SPLIT:
             deep = next((row for row, path in enumerate(table.columns[image_files.IMAGE]) if path.count("/") > 1), None)
@@ -283,11 +274,8 @@ class ImageRows(TabularRows):
             form: what images are brought into.
             counts: what becomes the statistics of the training images while these are read.
         """
-        ids = self._ids()
-        paths, addresses = (
-            self.table.texts(self.options["image"] or image_files.IMAGE),
-            self.table.columns[image_files.ADDRESS],
-        )
+        ids, addresses = self._ids(), self.table.columns[image_files.ADDRESS]
+        paths = self.table.texts(self.options["image"] or image_files.IMAGE)
         first: dict[bytes, tuple[str, int]] = {}
 
         def read(split: str, chosen: Sequence[int]) -> Iterator[dict[str, Any]]:
@@ -326,10 +314,8 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     require_choice(chosen["colours"], image_files.MODES, field=f"{FIELD}.colours")
     place = model_places.one_of(chosen, field=FIELD)
     size, normal = (None, None) if place is None else find_image_settings(place, field=FIELD)
-    if not 8 <= chosen["bits"] <= image_files.DEEP:
-        raise ConfigError(
-            "This is not a number of bits.", field=image_files.BITS, value=chosen["bits"], remedy="Give 8 to 16."
-        )
+    if not 8 <= (bits := chosen["bits"]) <= image_files.DEEP:
+        raise ConfigError("This is not a number of bits.", field=image_files.BITS, value=bits, remedy="Give 8 to 16.")
     form = {"size": _size(chosen["size"], size), **{name: chosen[name] for name in ("colours", "fit", "bits")}}
     if chosen["image"] and all(map(format_of, out.sources)):
         out.warnings.append("No folder with images is in prepare.sources, so that changed images are not noticed.")
@@ -370,9 +356,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         model = new_image_model(chosen["config"], head, size=data.info["form"]["size"], channels=form.channels)
     else:
         channels = chosen["channels"]
-        if not channels or not all(
-            isinstance(width, int) and width >= _GROUP and width % _GROUP == 0 for width in channels
-        ):
+        if not channels or any(type(width) is not int or width < _GROUP or width % _GROUP for width in channels):
             what = f"The channels of each block must be a multiple of {_GROUP}."
             raise ConfigError(what, field="train.model.channels", value=channels, remedy="Give such as [32, 64].")
         model = ImageNet(form.channels, len(targets.head_names(data.info)), channels, chosen["dropout"])

@@ -106,21 +106,6 @@ def preference_losses(ratios: Tensor, *, beta: float, loss: str = "sigmoid") -> 
     return -log_sigmoid(beta * (ratios[:, 0] - ratios[:, 1]))
 
 
-def measure_preferences(rewards: Any, known: Any, whole: Any = None) -> dict[str, float]:
-    """The share of chosen answers with the higher reward, next to two baselines without training (`beside_rules`).
-
-    Args:
-        rewards: ``[rows, 2]``, of the chosen and of the rejected answer.
-        known: ``[rows, 4]``: log-probabilities by the reference, which prefers what is more probable, and lengths.
-        whole: where these rows are a resample, what is known of all rows: it says whether the longer one counts.
-    """
-    every = known if whole is None else whole
-    shares = map(share_right, (rewards, known[:, :2], known[:, 2:], every[:, 2:]))
-    chosen, rejected = map(float, np.asarray(rewards, np.float64).mean(axis=0))
-    means = {"reward_margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
-    return {**beside_rules("accuracy", *shares), **means}
-
-
 # -- the recipe -------------------------------------------------------------------------------------------------------
 def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[dict[str, Any]]]:
     """Read the pairs, find a tokenizer for them, and ask the reference for the probabilities of their answers.
@@ -181,8 +166,16 @@ class Trainer(PolicyTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compare rewards ``[rows, 2]`` with what the reference and the lengths of answers tell."""
-    return measure_preferences(np.asarray(evaluation.predictions), evaluation.label_ids[1], evaluation.whole_labels[1])
+    """Measure how often the chosen answer has the higher reward, next to two baselines without training.
+
+    Predictions are rewards ``[rows, 2]``, of the chosen and of the rejected answer; labels have last what is known of
+    the answers ``[rows, 4]``: log-probabilities by the reference, which prefers what is more probable, and lengths.
+    """
+    rewards, known = np.asarray(evaluation.predictions, np.float64), evaluation.label_ids[1]
+    shares = map(share_right, (rewards, known[:, :2], known[:, 2:], evaluation.whole_labels[1][:, 2:]))
+    chosen, rejected = map(float, rewards.mean(axis=0))
+    means = {"reward_margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
+    return {**beside_rules("accuracy", *shares), **means}
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 
 NAMES = ("exact_match", "f1", "usual_exact_match", "usual_f1", "sentence_f1", "answerable")
-"""Columns that `measure_answers` reads."""
+"""The scores of a row."""
 _PUNCTUATION = re.compile(r"[!-/:-@\[-`{-~]")  # of ASCII
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _SENTENCE = re.compile(r"(?<=[.!?])\s+|\n+")
@@ -78,29 +78,6 @@ def find_nearest_sentence(question: str, context: str) -> str:
     """The first sentence, or line, of the context that has most words of the question."""
     asked = set(_words(question))
     return max(_SENTENCE.split(context), key=lambda sentence: len(asked & set(_words(sentence))))
-
-
-def measure_answers(scores: np.ndarray) -> dict[str, float]:
-    """Means of the scores ``[rows, 6]`` (`NAMES`), and what the model is better by than what needs no model.
-
-    Where there are questions with an answer and without one, both have a metric of their own.
-    """
-    means = dict(zip(NAMES, scores.astype(np.float64).mean(axis=0).tolist(), strict=True))
-    has_answer = scores[:, NAMES.index("answerable")] > 0
-    share = means.pop("answerable")
-    more: dict[str, float] = {}
-    if 0 < share < 1:
-        more = {
-            "answerable_f1": float(scores[has_answer, 1].mean()),
-            "unanswerable_f1": float(scores[~has_answer, 1].mean()),
-        }
-    return {
-        **means,
-        **more,
-        "exact_match_over_usual": means["exact_match"] - means["usual_exact_match"],
-        "f1_over_usual": means["f1"] - means["usual_f1"],
-        "f1_over_sentence": means["f1"] - means["sentence_f1"],
-    }
 
 
 # -- questions, contexts and answers of files -------------------------------------------------------------------------
@@ -242,13 +219,10 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     texts_of = [[answer.text for answer in accepted] or [""] for accepted in answers]
     usual, most = find_usual((questions[row], texts_of[row][0]) for row in train)
     spans = [_span(accepted[0]) if accepted else (-1, -1) for accepted in answers]
+    nearest = map(find_nearest_sentence, questions, contexts)
     trivial = [
-        # Exact match and F1 of the usual answer, and F1 of the nearest sentence.
-        [
-            *score_answer(usual.get(question, most), texts),
-            score_answer(find_nearest_sentence(question, context), texts)[1],
-        ]
-        for question, context, texts in zip(questions, contexts, texts_of, strict=True)
+        [*score_answer(usual.get(question, most), texts), score_answer(sentence, texts)[1]]
+        for question, sentence, texts in zip(questions, nearest, texts_of, strict=True)
     ]
     return table.rows(
         texts_of,
@@ -286,8 +260,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         ConfigError: transformers cannot load it.
     """
     chosen = choose(options, MODEL, field="train.model")
-    model: nn.Module = build_with_head(chosen, data, head="ForQuestionAnswering", task="QUESTION_ANS")
-    return model
+    return build_with_head(chosen, data, head="ForQuestionAnswering", task="QUESTION_ANS")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
@@ -399,8 +372,22 @@ def _best_answer(outputs: Sequence[Tensor], kept: Mapping[str, Tensor], row: int
 
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compare the scores ``[rows, 6]`` of answers with those of answers that need no model."""
-    return measure_answers(np.asarray(evaluation.label_ids[1]))
+    """Average the scores ``[rows, 6]`` (`NAMES`), and compare them with those of answers that need no model.
+
+    Where there are questions with an answer and without one, both have a separate metric.
+    """
+    scores = np.asarray(evaluation.label_ids[1], np.float64)
+    means = dict(zip(NAMES, scores.mean(axis=0).tolist(), strict=True))
+    measured = {
+        "exact_match_over_usual": means["exact_match"] - means["usual_exact_match"],
+        "f1_over_usual": means["f1"] - means["usual_f1"],
+        "f1_over_sentence": means["f1"] - means["sentence_f1"],
+    }
+    if 0 < means.pop("answerable") < 1:
+        has_answer = scores[:, NAMES.index("answerable")] > 0
+        measured["answerable_f1"] = float(scores[has_answer, 1].mean())
+        measured["unanswerable_f1"] = float(scores[~has_answer, 1].mean())
+    return means | measured
 
 
 def prediction_columns(predictions: Sequence[np.ndarray], data: DataInfo) -> dict[str, Sequence[Any]]:

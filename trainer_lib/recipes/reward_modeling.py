@@ -25,9 +25,10 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs, measure_preferences
+from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs, preference_losses
+from trainer_lib.recipes.preference_optimization import compute_metrics as measure_pairs
 from trainer_lib.recipes.preference_optimization import prediction_columns as describe_pairs
-from trainer_lib.recipes.shared.model_places import build_classifier
+from trainer_lib.recipes.shared.model_places import SMALL_LLAMA, build_classifier
 from trainer_lib.recipes.shared.recipe_options import PathOptions
 from trainer_lib.recipes.texts.answers import ANSWERED, AnswerTrainer, collate_answers
 
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
 
 COMPLETION = "completion"
 """The column of new rows with an answer."""
-_SMALL = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
-          "num_attention_heads": 4}  # fmt: skip
 
 
 class RankedPairs(PreferredPairs):
@@ -78,7 +77,7 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises:
         ConfigError: transformers cannot load it, or its head has other outputs.
     """
-    small = {**_SMALL, "max_position_embeddings": data.info["max_length"]}
+    small = {**SMALL_LLAMA, "max_position_embeddings": data.info["max_length"]}
     settings = {"pad_token_id": data.info["pad_token_id"], "id2label": {0: "reward"}, "label2id": {"reward": 0}}
     return build_classifier(options, data, head="ForSequenceClassification", task="SEQ_CLS", small=small, **settings)
 
@@ -98,18 +97,13 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     return collate_answers(rows, data, names)
 
 
-def reward_losses(scores: Tensor) -> Tensor:
-    """The losses of pairs ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first (Bai et al., 2022)."""
-    return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1])
-
-
 class Trainer(AnswerTrainer):
     """A Trainer that gives answers a score."""
 
     @override
     def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         scores = self.answer(model, inputs)
-        return reward_losses(scores), scores
+        return preference_losses(scores, beta=1.0), scores
 
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:
@@ -120,9 +114,7 @@ class Trainer(AnswerTrainer):
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Compare how often the chosen answer has the higher reward with what the lengths of answers tell."""
-    known, whole = evaluation.label_ids[1], evaluation.whole_labels[1]
-    measured = measure_preferences(np.asarray(evaluation.predictions), known, whole)
-    return {name: value for name, value in measured.items() if "reference" not in name}
+    return {name: value for name, value in measure_pairs(evaluation).items() if "reference" not in name}
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

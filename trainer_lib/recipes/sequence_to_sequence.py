@@ -97,26 +97,21 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     tokenizing.count_cut_texts(out, tokenizer, read, longest=chosen["max_length"], more=" to read")
 
     def with_ends(some: Sequence[str], **_: Any) -> dict[str, list[list[int]]]:
-        return {"input_ids": _tokens_of(some, tokenizer, longest=None)}
+        return {"input_ids": _tokens_of(some, tokenizer)}
 
-    tokenizing.count_cut_texts(
-        out, with_ends, targets, longest=chosen["target_length"], kind="targets", more=" to write"
-    )
+    most = chosen["target_length"]
+    tokenizing.count_cut_texts(out, with_ends, targets, longest=most, kind="targets", more=" to write")
     return table.rows(targets, {chosen["text"]: texts})
 
 
-def _tokens_of(targets: Sequence[str], tokenizer: Any, *, longest: int | None) -> list[list[int]]:
+def _tokens_of(targets: Sequence[str], tokenizer: Any, longest: int | None = None) -> list[list[int]]:
     """The tokens of texts to write, with the token for the end behind them."""
-    end = tokenizer.eos_token_id
-    made = tokenizer(text_target=list(targets), truncation=longest is not None, max_length=longest, verbose=False)[
-        "input_ids"
-    ]
+    end, settings = tokenizer.eos_token_id, {"truncation": longest is not None, "max_length": longest}
+    made = tokenizer(text_target=list(targets), verbose=False, **settings)["input_ids"]
     if end is None:
         return list(made)
-    return [
-        tokens if tokens[-1:] == [end] else [*tokens[: None if longest is None else longest - 1], end]
-        for tokens in made
-    ]
+    room = None if longest is None else longest - 1
+    return [tokens if tokens[-1:] == [end] else [*tokens[:room], end] for tokens in made]
 
 
 def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
@@ -133,12 +128,11 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
         pad, end = data.info["pad_token_id"], data.info["eos_token_id"]
         ends = {"eos_token_id": end, "decoder_start_token_id": pad, "bos_token_id": None, "forced_eos_token_id": None}
     small = {"model_type": "t5", "d_model": 128, "d_kv": 32, "d_ff": 256, "num_layers": 2, "num_heads": 4}
-    built = build_with_head(chosen, data, head="ForSeq2SeqLM", task="SEQ_2_SEQ_LM", small=small, **ends)
-    generation = built.generation_config
+    model = build_with_head(chosen, data, head="ForSeq2SeqLM", task="SEQ_2_SEQ_LM", small=small, **ends)
+    generation: Any = model.generation_config
     generation.max_length = None  # one limit
     generation.max_new_tokens = data.info["target_length"]
     generation.num_beams = chosen["beams"]
-    model: nn.Module = built
     return model
 
 
@@ -153,7 +147,7 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     batch.pop("token_type_ids", None)
     if "labels" not in rows[0]:
         return batch
-    tokens = _tokens_of([row["labels"] for row in rows], tokenizing.kept_tokenizer(data), longest=info["target_length"])
+    tokens = _tokens_of([row["labels"] for row in rows], tokenizing.kept_tokenizer(data), info["target_length"])
     lead = [" ".join(text.split()[: info["lead_words"]]) for text in texts]
     return {
         **batch,

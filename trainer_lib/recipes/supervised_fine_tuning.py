@@ -34,9 +34,10 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.causal_language_modeling import Trainer, describe_likelihoods, measure_tokens
+from trainer_lib.recipes.causal_language_modeling import Trainer, describe_likelihoods
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
-from trainer_lib.recipes.shared.model_places import ENDS, one_of, require_positions
+from trainer_lib.recipes.causal_language_modeling import compute_metrics as measure_texts
+from trainer_lib.recipes.shared.model_places import ENDS, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
 from trainer_lib.recipes.texts import packed_batches
@@ -78,7 +79,6 @@ PROMPT = "prompt"
 QUESTION = "conversation"
 """The column in which new rows have their turns, tools and system prompt together, as JSON."""
 _ASKED = [PROMPT, "messages", "conversations", "instruction", "input", "history", "system", "tools"]
-_OVERLONG = ("cut", "drop", "refuse")
 _SHOWN, _SHOWN_TOKENS = 5, 600
 
 
@@ -88,12 +88,16 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
     Returns:
         For every split its rows, as `pack_documents` makes them, with `trained`.
     """
-    chosen = _choose(options)
-    place = one_of(chosen, field=FIELD)
-    if place is not None:
-        require_positions(place, chosen["length"], field=f"{FIELD}.length")
+    chosen = choose(options, DEFAULTS, field=FIELD)
+    packed_batches.require_rows(chosen)
+    require_choice(chosen["loss_on"], LOSSES, field=f"{FIELD}.loss_on")
+    if chosen["overlong"] is not None:
+        require_choice(chosen["overlong"], ("cut", "drop", "refuse"), field=f"{FIELD}.overlong")
+    require_positions(chosen, "length", field=FIELD)
     splits = ConversationSplits(chosen, out.sources, out.mixture)
     shapes = _refuse_faults(splits, chosen["faulty"])
+    conversations = counted(shapes.total(), "conversation")
+    of_shapes = ", ".join(f"{count:,} in the shape {shape}" for shape, count in shapes.most_common())
     read = (conversation for conversation in splits.read("train") if not conversation.fault)
     template = find_template(chosen, (text for conversation in read for text in conversation.texts()), out)
     own = {"faulty": 0, "cut": 0, "answers_cut": 0, "ended_by_pad": 0, "tokens_trained": 0}
@@ -106,7 +110,7 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         shape=", ".join(shapes),
         shapes=dict(shapes),
         chat_template=template.tokenizer.chat_template,
-        summary=[_describe_shapes(shapes)],  # sentences for the splits follow when its rows were read
+        summary=[f"{conversations}: {of_shapes}."],  # sentences for the splits follow when its rows were read
         unpublished=["conversations.json", "conversations.txt"],  # they quote the data
         packing=counts,  # complete when all rows were read
         ends={name: getattr(template.tokenizer, name) for name in ENDS},
@@ -128,15 +132,6 @@ def prepare(options: PathOptions, out: PrepareOutput) -> Mapping[str, Iterator[d
         )
         for name in splits.names
     }
-
-
-def _choose(options: PathOptions) -> dict[str, Any]:
-    chosen = choose(options, DEFAULTS, field=FIELD)
-    packed_batches.require_rows(chosen)
-    require_choice(chosen["loss_on"], LOSSES, field=f"{FIELD}.loss_on")
-    if chosen["overlong"] is not None:
-        require_choice(chosen["overlong"], _OVERLONG, field=f"{FIELD}.overlong")
-    return chosen
 
 
 def _refuse_faults(splits: ConversationSplits, most: float) -> Counter[str]:
@@ -196,11 +191,6 @@ def _cut(tokens: np.ndarray, trained: np.ndarray, length: int, overlong: str | N
     if not trained[1:length].any():
         raise FaultyError(f"none of its first {length:,} tokens is trained", "untrained")
     return tokens[:length], trained[:length]
-
-
-def _describe_shapes(shapes: Counter[str]) -> str:
-    of_shapes = ", ".join(f"{count:,} in the shape {shape}" for shape, count in shapes.most_common())
-    return f"{counted(shapes.total(), 'conversation')}: {of_shapes}."
 
 
 def _summarize(out: PrepareOutput, split: str, counts: dict[str, int], faults: Faults) -> None:
@@ -289,9 +279,8 @@ def preprocess_logits_for_metrics(logits: Tensor, labels: Tensor | None) -> Tens
 
 def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     """Measure the perplexity of answers, next to that of their tokens' frequencies, and the share of right tokens."""
-    measured = measure_tokens(evaluation.predictions[:, :2], evaluation.label_ids, evaluation.whole_labels)
     _, targets, right = np.asarray(evaluation.predictions, np.float64).sum(axis=0)
-    return {**measured, "token_accuracy": float(right / max(targets, 1))}
+    return {**measure_texts(evaluation), "token_accuracy": float(right / max(targets, 1))}
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

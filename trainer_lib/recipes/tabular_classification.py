@@ -42,31 +42,6 @@ def text_code(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big", signed=True)
 
 
-def collate_table(rows: Sequence[Mapping[str, Any]], info: Mapping[str, Any] | None = None) -> dict[str, Tensor]:
-    """A batch of a table's rows, which perhaps have `labels` and `row_id`.
-
-    Args:
-        info: that of `TabularRows`, which names columns of dates and of hashed texts.
-
-    Returns:
-        `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of
-        their names, and `labels` ``[batch]`` where the rows have them.
-    """
-    dates, hashed = (info or {}).get("dates", ()), (info or {}).get("hashed", {})
-    if dates or hashed:
-        rows = [with_parts(row, dates, hashed) for row in rows]
-    names = sorted(name for name in rows[0] if name not in ("labels", "row_id"))
-    texts = [name for name in names if isinstance(rows[0][name], str)]
-    numbers = [name for name in names if name not in texts]
-    batch = {
-        "numbers": torch.tensor([[float(row[name]) for name in numbers] for row in rows], dtype=torch.float32),
-        "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
-    }
-    if "labels" in rows[0]:
-        batch["labels"] = targets.label_tensor(rows)
-    return batch
-
-
 class TabularNet(nn.Module):
     """Layers over standardized numbers and embedded texts. What it standardizes by is saved with the weights.
 
@@ -148,5 +123,23 @@ def build_model(options: Mapping[str, Any], data: DataInfo) -> nn.Module:
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[str, Tensor]:
-    """Make a batch: numbers ``[batch, columns]``, texts ``[batch, columns]``, and labels."""
-    return collate_table(rows, None if data is None else data.info)
+    """Make a batch of rows, which perhaps have `labels` and `row_id`.
+
+    Returns:
+        `numbers` float32 ``[batch, number columns]``, `texts` int64 ``[batch, text columns]``, columns in the order of
+        their names, and `labels` ``[batch]`` where the rows have them.
+    """
+    info = {} if data is None else data.info
+    dates, hashed = info.get("dates", ()), info.get("hashed", {})
+    if dates or hashed:
+        rows = [with_parts(row, dates, hashed) for row in rows]
+    names = sorted(name for name in rows[0] if name not in ("labels", "row_id"))
+    texts = [name for name in names if isinstance(rows[0][name], str)]
+    numbers = [name for name in names if name not in texts]
+    batch = {
+        "numbers": torch.tensor([[float(row[name]) for name in numbers] for row in rows], dtype=torch.float32),
+        "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
+    }
+    if "labels" in rows[0]:
+        batch["labels"] = targets.label_tensor(rows)
+    return batch

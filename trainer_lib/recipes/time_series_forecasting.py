@@ -104,7 +104,10 @@ class SeriesTable:
         times = pd.Series(read)
         self._counts = times.dtype.kind == "f"
         rows_of: dict[str, list[int]] = {}
-        for row, name in enumerate(self._names()):
+        if (column := options["series"]) is not None:
+            table.require(column, field=f"{FIELD}.series")
+            table.refuse_gaps(column, "Give every row its series.")
+        for row, name in enumerate([""] * len(table) if column is None else table.texts(column)):
             rows_of.setdefault(name, []).append(row)
         ordered = {name: self._ordered(times, rows) for name, rows in rows_of.items()}
         has_target = ~np.isnan(self._values[:, :targets]).all(axis=1)
@@ -124,14 +127,6 @@ class SeriesTable:
         if self._counts:
             return [self._text(last + self._step * number) for number in range(1, count + 1)]
         return [self._text(time) for time in pd.date_range(last, periods=count + 1, freq=self._step)[1:]]
-
-    def _names(self) -> list[str]:
-        column = self._options["series"]
-        if column is None:
-            return [""] * len(self._table)
-        self._table.require(column, field=f"{FIELD}.series")
-        self._table.refuse_gaps(column, "Give every row its series.")
-        return self._table.texts(column)
 
     def _read_times(self) -> tuple[np.ndarray, str | None]:
         setting, place = f"{FIELD}.time_format", self._table.places.__getitem__
@@ -317,17 +312,6 @@ def window_columns(
     return columns | {name: values[:, place] for place, name in enumerate(known, len(targets))}
 
 
-def naive_error(values: np.ndarray, season: int) -> np.ndarray:
-    """The mean absolute error ``[columns]`` of repeating the value of a season ago, in values ``[steps, columns]``.
-
-    The unit of MASE (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). Pairs with a NaN are
-    left out. 1 where it is 0, or no pair is left.
-    """
-    errors = np.abs(values[season:] - values[:-season])
-    error = np.nansum(errors, axis=0) / np.maximum(np.count_nonzero(~np.isnan(errors), axis=0), 1)
-    return np.where(error > 0, error, 1.0)
-
-
 # -- the network ------------------------------------------------------------------------------------------------------
 _LEAST_SPREAD = 1e-6  # a window of equal values is not divided by nothing
 
@@ -427,7 +411,7 @@ def prepare(options: Mapping[str, Any], out: PrepareOutput) -> Mapping[str, Iter
     windows, starts = cut_windows(series, chosen, len(targets))
     left_out, values = sum(member.to_come for member in read.series), sum(member.measured.size for member in series)
     filled = values - sum(int(member.measured.sum()) for member in series)
-    out.warnings += table.all_notes()
+    out.warnings += [*table.notes, *table.gap_notes()]
     if left_out:
         out.warnings.append(f"{counted(left_out, 'step')} without a target after the last one left out.")
     if filled:
@@ -482,7 +466,10 @@ def _rows(
 
 
 def _scales(series: Sequence[Series], steps: Sequence[int], targets: int, season: int) -> dict[str, np.ndarray]:
-    """Series -> the unit of MASE ``[targets]``. Raises DataError for a series with hardly a step to train on."""
+    """Series -> the unit of MASE ``[targets]``: the mean error of repeating the measured value of a season ago.
+
+    1 where that is 0, or no pair is measured. Raises DataError for a series with hardly a step to train on.
+    """
     found = {}
     for member, count in zip(series, steps, strict=True):
         if count <= season:
@@ -490,7 +477,9 @@ def _scales(series: Sequence[Series], steps: Sequence[int], targets: int, season
             what = f"{of} has {counted(count, 'step')} to train on, and one season alone has {season}."
             raise DataError(what, field=f"{FIELD}.split", remedy="Leave the series out, or give smaller shares.")
         values = np.where(member.measured, member.values, np.nan)[:count, :targets]
-        found[member.name] = naive_error(values, season).astype(np.float32)
+        errors = np.abs(values[season:] - values[:-season])
+        error = np.nansum(errors, axis=0) / np.maximum(np.count_nonzero(~np.isnan(errors), axis=0), 1)
+        found[member.name] = np.where(error > 0, error, 1.0).astype(np.float32)
     return found
 
 
@@ -550,19 +539,16 @@ def compute_loss_func(outputs: Mapping[str, Tensor], labels: Tensor) -> Tensor:
     return (losses.sum(dim=(1, 2)) / measured.sum(dim=(1, 2))).mean()
 
 
-def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
-    """Errors of forecasts ``[rows, horizon, targets]``, and of two forecasts that need no model.
+def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
+    """Measure errors of forecasts ``[rows, horizon, targets]``, and of two forecasts that need no model.
 
     MASE is the mean absolute error in units of what repeating the value of a season ago errs by in the training steps
     (Hyndman and Koehler, Another look at measures of forecast accuracy, 2006). `mase_below_naive` and
-    `mase_below_seasonal` are what the model is better by than repeating the last value and the last season.
-
-    Args:
-        labels: ``[rows, 4, horizon, targets]``: the values, the last value, the last season, and the unit of MASE; a
-            NaN in place of a value is left out.
+    `mase_below_seasonal` are what the model is better by than repeating the last value and the last season. Labels are
+    as of `collate`.
     """
-    forecast = np.asarray(predictions, np.float64)
-    truth, last, season, scale = np.moveaxis(np.asarray(labels, np.float64), 1, 0)
+    forecast = np.asarray(evaluation.predictions, np.float64)
+    truth, last, season, scale = np.moveaxis(np.asarray(evaluation.label_ids, np.float64), 1, 0)
     error = forecast - truth
     mase, naive, seasonal = (float(np.nanmean(np.abs(guess - truth) / scale)) for guess in (forecast, last, season))
     return {
@@ -574,11 +560,6 @@ def measure_forecasts(predictions: Any, labels: Any) -> dict[str, float]:
         "mase_below_naive": naive - mase,
         "mase_below_seasonal": seasonal - mase,
     }
-
-
-def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
-    """Compare forecasts ``[rows, horizon, targets]`` with the naive ones for the same windows."""
-    return measure_forecasts(evaluation.predictions, evaluation.label_ids)
 
 
 def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:

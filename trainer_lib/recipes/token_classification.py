@@ -54,43 +54,6 @@ def _without_entity(classes: Sequence[str]) -> list[str]:
     return [name for name in classes if name != _OUTSIDE and not name.startswith(("I-", *_FIRST, *_LAST))]
 
 
-def measure_tags(
-    predicted: np.ndarray, truth: np.ndarray, usual: np.ndarray, classes: Sequence[str]
-) -> dict[str, float]:
-    """Accuracy and macro F1 over words, those of the usual tags, and F1 of entities where the tags have some.
-
-    `accuracy_over_usual` and `entity_f1_over_usual` are what the model is better by. Tags that neither occur nor are
-    predicted do not count in the macro F1.
-
-    Args:
-        predicted, truth, usual: numbers of tags ``[rows, words]``, negative where a row has no word.
-    """
-    words = truth >= 0
-    right, own, expected = (predicted == truth)[words], predicted[words], truth[words]
-    both = np.bincount(own, minlength=len(classes)) + np.bincount(expected, minlength=len(classes))
-    hits = np.bincount(expected[right], minlength=len(classes))
-    accuracy, of_usual = float(right.mean()), float((usual == truth)[words].mean())
-    found = {
-        "accuracy": accuracy,
-        "macro_f1": float((2 * hits[both > 0] / both[both > 0]).mean()),
-        "usual_accuracy": of_usual,
-        "accuracy_over_usual": accuracy - of_usual,
-        "words": float(words.sum()),
-    }
-    if _OUTSIDE not in classes or _without_entity(classes):
-        return found
-    precision, recall, f1 = _score_entities(predicted, truth, tuple(classes))
-    usual_f1 = _score_entities(usual, truth, tuple(classes))[2]
-    return {
-        **found,
-        "entity_precision": precision,
-        "entity_recall": recall,
-        "entity_f1": f1,
-        "usual_entity_f1": usual_f1,
-        "entity_f1_over_usual": f1 - usual_f1,
-    }
-
-
 def _score_entities(predicted: np.ndarray, truth: np.ndarray, classes: tuple[str, ...]) -> tuple[float, float, float]:
     rows = zip(predicted, truth, strict=True)
     counts = np.array([_count_entities(own.tobytes(), other.tobytes(), own.dtype.str, other.dtype.str, classes)
@@ -294,9 +257,37 @@ class Trainer(RowTrainer):
 
 
 def compute_metrics(evaluation: EvalPrediction, data: DataInfo) -> dict[str, float]:
-    """Compare tags ``[rows, words]`` with the tags that the words have had most often in training."""
-    (tags, _), (labels, usual) = evaluation.predictions, evaluation.label_ids
-    return measure_tags(tags, labels, usual, data.info["classes"])
+    """Measure accuracy and macro F1 over words, and F1 of entities, next to the words' usual tags in training.
+
+    Tags are numbers ``[rows, words]``, negative where a row has no word. `accuracy_over_usual` and
+    `entity_f1_over_usual` are what the model is better by. Tags that neither occur nor are predicted do not count in
+    the macro F1.
+    """
+    (predicted, _), (truth, usual), classes = evaluation.predictions, evaluation.label_ids, tuple(data.info["classes"])
+    words = truth >= 0
+    right, own, expected = (predicted == truth)[words], predicted[words], truth[words]
+    both = np.bincount(own, minlength=len(classes)) + np.bincount(expected, minlength=len(classes))
+    hits = np.bincount(expected[right], minlength=len(classes))
+    accuracy, of_usual = float(right.mean()), float((usual == truth)[words].mean())
+    found = {
+        "accuracy": accuracy,
+        "macro_f1": float((2 * hits[both > 0] / both[both > 0]).mean()),
+        "usual_accuracy": of_usual,
+        "accuracy_over_usual": accuracy - of_usual,
+        "words": float(words.sum()),
+    }
+    if _OUTSIDE not in classes or _without_entity(classes):
+        return found
+    precision, recall, f1 = _score_entities(predicted, truth, classes)
+    usual_f1 = _score_entities(usual, truth, classes)[2]
+    return {
+        **found,
+        "entity_precision": precision,
+        "entity_recall": recall,
+        "entity_f1": f1,
+        "usual_entity_f1": usual_f1,
+        "entity_f1_over_usual": f1 - usual_f1,
+    }
 
 
 def outcome_pairs(evaluation: EvalPrediction) -> dict[str, np.ndarray]:

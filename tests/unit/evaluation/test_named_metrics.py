@@ -17,8 +17,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.requests import PreparedSplit
-from trainer_lib.recipes.causal_language_modeling import measure_tokens
-from trainer_lib.recipes.preference_optimization import measure_preferences
+from trainer_lib.recipes import causal_language_modeling, preference_optimization
 from trainer_lib.recipes.shared.targets import measure_classes, measure_numbers
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import parse_spec
@@ -391,39 +390,38 @@ def test_an_interval_holds_the_share_of_the_resamples_that_is_asked_for() -> Non
     assert remembered.intervals(resampled, None) == {}
 
 
-def _classes(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _classes(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     labels = draw.choice(4, rows, p=[0.27, 0.25, 0.24, 0.24])
     guessed = np.where(draw.random(rows) < 0.3, labels, draw.integers(0, 4, rows))
-    return np.eye(4)[guessed], labels, labels
+    return np.eye(4)[guessed], labels
 
 
-def _numbers(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _numbers(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     labels = draw.normal(3.0, 2.0, rows)
-    return labels + draw.gamma(2.0, 0.5, rows) - 1.0, labels, labels
+    return labels + draw.gamma(2.0, 0.5, rows) - 1.0, labels
 
 
-def _tokens(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _tokens(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray]:
     tokens = draw.integers(0, 500, (rows, 8))
-    return np.stack((draw.gamma(40, 1.2, rows), np.full(rows, 8.0)), axis=1), tokens, tokens
+    return np.stack((draw.gamma(40, 1.2, rows), np.full(rows, 8.0)), axis=1), tokens
 
 
-def _preferences(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    return draw.normal(0, 1, (rows, 2)), np.zeros(rows), draw.integers(1, 50, (rows, 4)).astype(float)
+def _preferences(draw: np.random.Generator, rows: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray]]:
+    return draw.normal(0, 1, (rows, 2)), (np.zeros(rows), draw.integers(1, 50, (rows, 4)).astype(float))
 
 
 MEASURES: dict[str, Any] = {
-    "classes": (_classes, lambda p: measure_classes(p.predictions, p.label_ids[0], p.whole_labels[0])),
-    "numbers": (_numbers, lambda p: measure_numbers(p.predictions, p.label_ids[0], p.whole_labels[0])),
-    "tokens": (_tokens, lambda p: measure_tokens(p.predictions, p.label_ids[0], p.whole_labels[0])),
-    "preferences": (_preferences, lambda p: measure_preferences(p.predictions, p.label_ids[1], p.whole_labels[1])),
+    "classes": (_classes, lambda p: measure_classes(p.predictions, p.label_ids, p.whole_labels)),
+    "numbers": (_numbers, lambda p: measure_numbers(p.predictions, p.label_ids, p.whole_labels)),
+    "tokens": (_tokens, causal_language_modeling.compute_metrics),
+    "preferences": (_preferences, preference_optimization.compute_metrics),
 }
 
 
 def _with_intervals(name: str, seed: int, rows: int, resamples: int) -> tuple[dict[str, float], dict[str, float]]:
     make, compute = MEASURES[name]
-    predictions, labels, known = make(np.random.default_rng(seed), rows)
     remembered = Remembered(compute, f"{seed + 1_000_000:016x}")
-    values = remembered(EvalPrediction(predictions, (labels, known)))
+    values = remembered(EvalPrediction(*make(np.random.default_rng(seed), rows)))
     return values, remembered.intervals(remembered.resampled(resamples), 0.95)
 
 

@@ -18,7 +18,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, TrainflowError
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.recipes import PrepareOutput, load
-from trainer_lib.recipes.question_answering import find_nearest_sentence, measure_answers, score_answer
+from trainer_lib.recipes.question_answering import compute_metrics, find_nearest_sentence, score_answer
 from trainer_lib.recipes.sequence_to_sequence import score_text
 from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.recipes.texts.row_trainer import decode_texts, encode_texts, find_usual
@@ -285,10 +285,10 @@ def test_answers_are_compared_as_squad_compares_them() -> None:
     assert find_nearest_sentence("Who read it?", CONTEXT) == "Bob read it in 1843, twice."
     assert find_usual(zip("aaabb", "xyyxx", strict=True)) == ({"a": "y", "b": "x"}, "x")
     scores = np.array([[1, 1, 0, 0.5, 0.25, 1], [0, 0, 1, 1, 0, 0]])
-    measured = measure_answers(scores)
+    measured = compute_metrics(EvalPrediction(None, (None, scores)))
     assert (measured["f1"], measured["answerable_f1"], measured["unanswerable_f1"]) == (0.5, 1, 0)
     assert measured["f1_over_usual"] == -0.25
-    assert "answerable_f1" not in measure_answers(scores[:1]), "there is nothing to tell apart"
+    assert "answerable_f1" not in compute_metrics(EvalPrediction(None, (None, scores[:1])))  # all have one
 
 
 def test_texts_go_through_tensors_unchanged() -> None:

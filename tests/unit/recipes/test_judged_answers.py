@@ -25,11 +25,10 @@ from tests.support.named_recipes import (
     trained,
     trainer_of,
 )
-from trainer_lib import load_model
+from trainer_lib import EvalPrediction, load_model
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.feedback_optimization import _read_mark, feedback_losses, measure_feedback
+from trainer_lib.recipes.feedback_optimization import _read_mark, compute_metrics, feedback_losses
 from trainer_lib.recipes.preference_optimization import preference_losses
-from trainer_lib.recipes.reward_modeling import reward_losses
 from trainer_lib.recipes.texts.answers import log_probabilities
 from trainer_lib.recipes.texts.templates import END, TEMPLATES, TURN
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
@@ -189,18 +188,15 @@ def test_losses_are_those_of_the_formulas() -> None:
     given = (torch.from_numpy(ratios), torch.tensor(1.5), torch.from_numpy(labels))
     found = feedback_losses(*given, beta=0.2, good_weight=2.0, bad_weight=0.5)
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6)
-    scores = draw.normal(0, 3, (50, 2))
-    found = reward_losses(torch.from_numpy(scores))
-    np.testing.assert_allclose(found.numpy(), -np.log(sigmoid(scores[:, 0] - scores[:, 1])), rtol=1e-9)
 
 
 def test_the_area_counts_ties_as_half_and_takes_the_better_rule_of_lengths() -> None:
     rewards = np.array([[2.0, 0], [1, 0], [1, -3], [0, 0]])
     known = np.array([[0.0, 0, 5, 0], [0, 0, 1, 0], [0, 0, 9, 0], [1, 0, 9, 0]])
-    measured = measure_feedback(rewards, np.array([1, 1, 0, 0]), known)
+    measured = compute_metrics(EvalPrediction(rewards, (np.array([1, 1, 0, 0]), known)))
     assert (measured["auc"], measured["reference_auc"], measured["length_auc"]) == (3.5 / 4, 0.25, 1.0)
     assert (measured["good_reward"], measured["bad_reward"], measured["divergence"]) == (1.5, 0.5, 0)
-    assert measure_feedback(rewards, np.ones(4), known)["auc"] == 0.5
+    assert compute_metrics(EvalPrediction(rewards, (np.ones(4), known)))["auc"] == 0.5
 
 
 def test_marks_may_be_whole_numbers_that_pandas_wrote() -> None:
@@ -273,6 +269,9 @@ def test_marks_are_learned_and_new_answers_have_rewards(marks: Prepared, tmp_pat
 def test_rewards_are_learned_and_new_answers_have_them(ranks: Prepared, tmp_path: Path) -> None:
     recipe, splits, data = ranks
     trainer = trained(ranks, tmp_path, {"config": TINY}, 60, **BATCHES)
+    with torch.no_grad():
+        losses, scores = trainer.judge(trainer.model.eval(), collate_of(ranks)(splits["test"][:8]))
+    torch.testing.assert_close(losses, -(scores[:, 0] - scores[:, 1]).sigmoid().log(), atol=1e-5, rtol=1e-4)
     measured = trainer.evaluate(eval_dataset=splits["test"])
     assert measured["eval_accuracy_over_length"] > 0.15
     assert not any("reference" in name for name in measured)

@@ -26,11 +26,12 @@ from tests.support.named_recipes import (
     trained,
     trainer_of,
 )
+from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation.outcomes import summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.recipes import DataInfo
-from trainer_lib.recipes.preference_optimization import measure_preferences, preference_losses
+from trainer_lib.recipes.preference_optimization import compute_metrics, preference_losses
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainflow.flows.new_project.starting import read_sample
 
@@ -369,7 +370,7 @@ def test_a_tokenizer_without_a_token_to_pad_with_is_refused(known: Path, tmp_pat
 def test_metrics_count_ties_as_half_and_take_the_better_rule_of_lengths() -> None:
     rewards = np.array([[1.0, 0.0], [0.0, 1.0], [2.0, 2.0], [3.0, 0.0]])
     known = np.array([[-1.0, -2.0, 3, 5], [-1.0, -2.0, 3, 5], [-4.0, -2.0, 3, 5], [-1.0, -1.0, 9, 5]])
-    measured = measure_preferences(rewards, known)
+    measured = compute_metrics(EvalPrediction(rewards, (np.zeros(4), known)))
     assert measured["accuracy"] == 2.5 / 4
     assert measured["reference_accuracy"] == 2.5 / 4
     assert measured["length_accuracy"] == 3 / 4

@@ -20,12 +20,10 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import PrepareRequest, RecipeFile
-from trainer_lib.recipes import DataInfo
-from trainer_lib.recipes.embeddings import find_ranks, measure_ranks
+from trainer_lib.recipes import DataInfo, embeddings, token_classification
 from trainer_lib.recipes.shared.model_places import new_config
 from trainer_lib.recipes.texts.row_trainer import find_usual
 from trainer_lib.recipes.texts.tokenizing import learn_tokenizer
-from trainer_lib.recipes.token_classification import measure_tags
 from trainflow.flows.new_project.starting import read_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # peft
@@ -239,16 +237,19 @@ def test_sentences_in_columns_and_lists_in_parquet_are_the_same_rows(tmp_path: P
     options: dict[str, Any] = {"split": {"test": 0.3, "validation": 0, "seed": 1}}
     _, first, data = replace(TOKEN, file="a.conll").prepare(tmp_path, text, **options)
     assert data.info["classes"] == ["B-ORG", "B-PER", "I-PER", "O"]
-    assert (
-        replace(TOKEN, file="a.conll").prepare(tmp_path, "Word POS Tag\n" + text.partition("id = 1\n")[2], **options)[1]
-        == first
-    )
+    headed = "Word POS Tag\n" + text.partition("id = 1\n")[2]
+    assert replace(TOKEN, file="a.conll").prepare(tmp_path, headed, **options)[1] == first
     lines = "".join(json.dumps({"words": words, "tags": tags}) + "\n" for words, tags in rows)
     assert TOKEN.prepare(tmp_path, lines, **options)[1] == first
     cells = "words,tags\n" + "".join(f'"{words}","{tags}"\n' for words, tags in rows)  # as pandas writes lists
     assert replace(TOKEN, file="a.csv").prepare(tmp_path, cells, **options)[1] == first
     pq.write_table(pa.table({"words": [row[0] for row in rows], "tags": [row[1] for row in rows]}), tmp_path / "a.pq")
     assert prepare_sources(TOKEN.name, [str(tmp_path / "a.pq")], options, tmp_path)[1] == first
+
+
+def measure_tags(predicted: np.ndarray, truth: np.ndarray, usual: np.ndarray, classes: list[str]) -> dict[str, float]:
+    data = DataInfo({"info": {"classes": classes}, "splits": {}, "url": "", "files": []})
+    return token_classification.compute_metrics(EvalPrediction((predicted, None), (truth, usual)), data)
 
 
 def test_entities_count_where_name_and_ends_are_right() -> None:
@@ -290,7 +291,7 @@ def test_a_model_that_begins_at_random_beats_the_tokens_in_common_and_embeds_new
     ]
     assert np.linalg.norm(vectors[0], axis=1) == pytest.approx(1, abs=1e-5)
     right = np.array([texts.index(row["character"]) for row in splits["test"]])
-    ranks = find_ranks(vectors[0] @ vectors[1].T, right)
+    ranks = embeddings.find_ranks(vectors[0] @ vectors[1].T, right)
     assert measured["eval_mrr"] == pytest.approx((1 / ranks).mean(), rel=1e-3)
     # Resamples of rows keep the candidates: their mean is that of all rows.
     resampled = remembered.resampled(200)
@@ -325,7 +326,7 @@ def test_the_overlap_is_that_of_tokens_whatever_the_batches(names: Prepared, tmp
     others = [sets[40 + number] for number in sorted(firsts.values())]
     order = sorted(firsts, key=lambda label: firsts[label])
     scores = np.array([[len(own & other) / len(other) ** 0.5 for other in others] for own in sets[:40]])
-    by_hand = find_ranks(scores, np.array([order.index(row["labels"]) for row in rows]))
+    by_hand = embeddings.find_ranks(scores, np.array([order.index(row["labels"]) for row in rows]))
     assert found[0]["eval_overlap_mrr"] == pytest.approx((1 / by_hand).mean())
 
 
@@ -356,8 +357,8 @@ def test_accumulated_batches_have_the_mean_of_their_losses(names: Prepared, tmp_
 
 def test_ranks_of_equal_scores_are_shared() -> None:
     scores = np.array([[0.1, 0.9, 0.5], [0.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
-    assert find_ranks(scores, np.array([2, 0, 0])).tolist() == [2, 2, 1.5]
-    measured = measure_ranks(np.array([1.0, 2.0, 20.0]), np.array([2.0, 2.0, 2.0]), np.array([40, 40, 40]))
+    assert embeddings.find_ranks(scores, np.array([2, 0, 0])).tolist() == [2, 2, 1.5]
+    measured = embeddings.compute_metrics(EvalPrediction(np.array([1.0, 2.0, 20.0]), np.array([[2.0, 40]] * 3)))
     assert measured["mrr"] == pytest.approx((1 + 0.5 + 0.05) / 3)
     assert (measured["recall_at_1"], measured["recall_at_5"]) == pytest.approx((1 / 3, 2 / 3))
     assert measured["chance_recall_at_10"] == 0.25

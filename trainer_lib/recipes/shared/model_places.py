@@ -13,7 +13,7 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError, MissingExtraError, first_line
 from trainer_lib.recipes.shared.recipe_options import choose, require_choice
 from trainer_lib.recipes.shared.targets import head_settings
-from trainer_lib.trainer.model.models import keep_layout
+from trainer_lib.trainer.model.models import keep_layout, refuse_names
 
 if TYPE_CHECKING:
     from trainer_lib.recipes import DataInfo
@@ -42,6 +42,10 @@ DTYPES = ("float32", "bfloat16", "float16", "auto")
 """Types of a loaded model's weights."""
 ENDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """Tokens that a model at random takes from its tokenizer."""
+_BERT_SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
+_LLAMA_SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL_BERT, SMALL_LLAMA = {"model_type": "bert", **_BERT_SIZES}, {"model_type": "llama", **_LLAMA_SIZES}
+"""Configurations of an encoder and of a model that continues texts at random, where `config` says nothing else."""
 _WITH_HEADS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
 _HEADS = r"(.*\.)?(classifier|score|qa_outputs)(\..*)?"
 
@@ -70,14 +74,20 @@ def import_transformers() -> Any:
 def from_place(kind: str, place: str, *, field: str, **settings: Any) -> Any:
     """Load a model, configuration or tokenizer by a class of transformers, such as "AutoConfig", from a name or folder.
 
+    Quantized weights keep their layout, and compute in the type of the training arguments.
+
     Raises:
         ConfigError: transformers cannot load it; `field` is the setting that names the model.
     """
     automatic = getattr(import_transformers(), kind)
     try:
-        return automatic.from_pretrained(place, **settings)
+        loaded = automatic.from_pretrained(place, **settings)
     except (ImportError, OSError, ValueError) as error:  # some models need packages of their own
         raise no_model(place, error, field=field) from error
+    if getattr(loaded, "is_quantized", False):
+        keep_layout(loaded)
+        loaded.computes_by_args = True
+    return loaded
 
 
 def no_model(place: str, error: Exception, *, field: str) -> ConfigError:
@@ -96,8 +106,6 @@ def new_config(settings: Mapping[str, Any], own: Mapping[str, Any], *, field: st
     Raises:
         ConfigError: there is no such type of model, or no such setting, which transformers would keep without a word.
     """
-    from trainer_lib.trainer.model.models import refuse_names
-
     library, kind = import_transformers(), str(settings["model_type"])
     if kind not in library.CONFIG_MAPPING:
         remedy = suggestion(kind, library.CONFIG_MAPPING, listing=False)
@@ -107,21 +115,15 @@ def new_config(settings: Mapping[str, Any], own: Mapping[str, Any], *, field: st
 
 
 # -- models with a head -----------------------------------------------------------------------------------------------
-def small_bert() -> dict[str, Any]:
-    """The encoder that is built at random where `config` says nothing else."""
-    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4}
-    return {"model_type": "bert", **sizes}
-
-
 def build_with_head(
     chosen: Mapping[str, Any],
     data: DataInfo,
     *,
     head: str,
     task: str,
-    small: Mapping[str, Any] | None = None,
+    small: Mapping[str, Any] = SMALL_BERT,
     **settings: Any,
-) -> Any:
+) -> nn.Module:
     """Build a model that reads the data's tokens.
 
     Args:
@@ -129,7 +131,7 @@ def build_with_head(
         data: the `vocabulary` and `pad_token_id` of its tokenizer.
         head: the end of the name of its class, "ForQuestionAnswering"; empty for a model without a head.
         task: peft's name for its use.
-        small: the configuration of a model at random, where `config` says nothing else; None: `small_bert`.
+        small: the configuration of a model at random, where `config` says nothing else.
         settings: of its configuration.
 
     Raises:
@@ -139,12 +141,11 @@ def build_with_head(
     in_few_bits = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]), task=task)
     if place is None:
         given = {"vocab_size": data.info["vocabulary"], "pad_token_id": data.info["pad_token_id"], **settings}
-        usual = small_bert() if small is None else small
-        config = new_config({**usual, **chosen["config"], **given}, chosen["config"], field=f"{FIELD}.config")
-        model: nn.Module = getattr(import_transformers(), f"AutoModel{head}").from_config(config)
+        config = new_config({**small, **chosen["config"], **given}, chosen["config"], field=f"{FIELD}.config")
+        model = getattr(import_transformers(), f"AutoModel{head}").from_config(config)
     else:
         settings["ignore_mismatched_sizes"] = chosen.get("new_head", False)
-        model = lay_out(from_place(f"AutoModel{head}", place, field=FIELD, **settings, **in_few_bits))
+        model = from_place(f"AutoModel{head}", place, field=FIELD, **settings, **in_few_bits)
     return add_adapters(model, chosen["adapter"], place=place, task=task)
 
 
@@ -158,8 +159,7 @@ def build_classifier(options: Mapping[str, Any], data: DataInfo, *, head: str, t
     settings = settings or head_settings(data.info)
     if (place := one_of(chosen, field=FIELD)) is not None:
         require_head(place, head, len(settings["id2label"]), is_new=chosen["new_head"])
-    model: nn.Module = build_with_head(chosen, data, head=head, task=task, **settings)
-    return model
+    return build_with_head(chosen, data, head=head, task=task, **settings)
 
 
 def require_head(place: str, head: str, classes: int, *, is_new: bool, has_head: bool = False) -> None:
@@ -180,9 +180,8 @@ def new_causal_model(
     config: Mapping[str, Any], *, length: int, vocabulary: int, ends: Mapping[str, Any], field: str = FIELD
 ) -> Any:
     """A model with weights at random, for rows of `length` tokens; `field` holds its `config`."""
-    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
     given = {"max_position_embeddings": length, "vocab_size": vocabulary, **ends}
-    made = new_config({"model_type": "llama", **sizes, **given, **config}, config, field=f"{field}.config")
+    made = new_config({**SMALL_LLAMA, **given, **config}, config, field=f"{field}.config")
     return import_transformers().AutoModelForCausalLM.from_config(made)
 
 
@@ -194,7 +193,7 @@ def load_causal_model(
     Raises:
         ConfigError: transformers cannot load it, or it does not know all tokens of the data's `vocabulary`.
     """
-    model = lay_out(from_place("AutoModelForCausalLM", place, field=field, dtype=dtype, **(settings or {})))
+    model = from_place("AutoModelForCausalLM", place, field=field, dtype=dtype, **(settings or {}))
     known = model.get_input_embeddings().num_embeddings
     if known < vocabulary:
         what = f"The model knows {known:,} tokens, and the tokenizer of the data has {vocabulary:,}."
@@ -203,16 +202,19 @@ def load_causal_model(
     return model
 
 
-def require_positions(place: str, length: int, *, field: str) -> None:
-    """Raise ConfigError for rows of more tokens than the model says that it reads."""
+def require_positions(options: Mapping[str, Any], option: str, *, field: str) -> str | None:
+    """As `one_of`. Raises ConfigError also for an `option` of more tokens than the model says that it reads."""
+    if (place := one_of(options, field=field)) is None:
+        return None
     try:
         config = import_transformers().AutoConfig.from_pretrained(place)
     except (OSError, ValueError):
-        return  # a tokenizer may be alone in its folder
+        return place  # a tokenizer may be alone in its folder
     most = getattr(config, "max_position_embeddings", None)
-    if most is not None and length > most:
-        what = f"The model reads at most {most:,} tokens."
-        raise ConfigError(what, field=field, value=length, remedy=f"Give at most {most}.")
+    if most is not None and options[option] > most:
+        what, remedy = f"The model reads at most {most:,} tokens.", f"Give at most {most}."
+        raise ConfigError(what, field=f"{field}.{option}", value=options[option], remedy=remedy)
+    return place
 
 
 # -- adapters ---------------------------------------------------------------------------------------------------------
@@ -257,14 +259,6 @@ def quantized(
     return {"quantization_config": config}
 
 
-def lay_out(model: Any) -> Any:
-    """A loaded model whose quantized weights keep their layout, and compute in the type of the training arguments."""
-    if getattr(model, "is_quantized", False):
-        keep_layout(model)
-        model.computes_by_args = True
-    return model
-
-
 @contextmanager
 def as_it_began(model: Any, first: Callable[[], nn.Module]) -> Iterator[Any]:
     """The model as it was before training: without its adapters; of another model, what `first` gives."""
@@ -276,13 +270,13 @@ def as_it_began(model: Any, first: Callable[[], nn.Module]) -> Iterator[Any]:
 
 
 def add_adapters(
-    model: Any,
+    model: nn.Module,
     options: Mapping[str, Any],
     *,
     place: str | None,
     task: str = "CAUSAL_LM",
     remedy: str = "Give train.model.pretrained or folder as well.",
-) -> Any:
+) -> nn.Module:
     """The model with adapters by peft: only these are trained, saved and published.
 
     They are those of LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) or rsLoRA (Kalajdzievski, 2023).
@@ -312,10 +306,11 @@ def add_adapters(
         **settings,
     )
     try:
-        return peft.get_peft_model(model, config)
+        adapted: nn.Module = peft.get_peft_model(model, config)
     except ValueError as error:
         what, remedy = f"peft cannot add the adapters: {first_line(error)}", "Name layers of the model."
         raise ConfigError(what, field=f"{FIELD}.adapter", value=dict(options), remedy=remedy) from error
+    return adapted
 
 
 def _read_adapter(model: nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:

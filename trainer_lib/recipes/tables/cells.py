@@ -38,8 +38,6 @@ _SPACED = re.compile(r"[1-9]\d{0,2}([\s'’]\d{3})+([.,]\d+)?")
 _POINT = re.compile(r"\d{1,3}(,\d{3})+\.\d+|\d{1,3}(,\d{3}){2,}")
 _COMMA = re.compile(r"\d{1,3}(\.\d{3})+,\d+|\d{1,3}(\.\d{3}){2,}|\d+,\d+")
 _EITHER = re.compile(r"[1-9]\d{0,2}[.,]\d{3}")
-_MEASURE = re.compile(r"[-+−(]?\W?\s*\d[\d.,'’\s]*\s*\D{0,4}")
-
 _INDEX = re.compile(r"(Unnamed: \d+(_level_\d+)?|__index_level_\d+__)?")
 _LONGEST = 40  # characters of a number
 
@@ -122,11 +120,6 @@ def number_form(value: Any) -> tuple[str, str]:
     if _EITHER.fullmatch(digits):
         return f"?{digits[-4]}", unit
     return "," if _COMMA.fullmatch(digits) else "." if "." in digits else "", unit
-
-
-def looks_like_measure(text: str) -> bool:
-    """Return whether a text has digits and a few other characters, such as 12 kg or (1,234.50)."""
-    return _MEASURE.fullmatch(text) is not None
 
 
 def as_text(value: Any) -> str:

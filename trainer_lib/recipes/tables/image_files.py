@@ -20,7 +20,7 @@ from trainer_lib.base.paths import absolute_path, is_path
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.row_sources import FORMATS, RowFile, find_row_files, format_of
 from trainer_lib.errors import ConfigError, DataError, StorageError, first_line
-from trainer_lib.recipes.tables.table_files import SOURCES, Reader, Table, Values, naming_sources, read_table
+from trainer_lib.recipes.tables.table_files import SOURCES, Table, Values, naming_sources, read_table
 from trainer_lib.storage import Store
 
 FITS = ("stretch", "crop", "pad")
@@ -155,19 +155,10 @@ def find_images(addresses: Sequence[str], *, field: str) -> Table:
     return table
 
 
-def read_image_table(
-    addresses: Sequence[str],
-    column: str,
-    *,
-    rename: Mapping[str, str],
-    field: str,
-    readers: Mapping[str, Reader] | None = None,
-    read: Mapping[str, Any] | None = None,
-    marks: Sequence[str] = (),
-) -> Table:
+def read_image_table(addresses: Sequence[str], column: str, *, field: str, **form: Any) -> Table:
     """The rows of tables with a column of images' paths. Relative ones start from the folder of their table.
 
-    Images among the addresses are not read here.
+    Images among the addresses are not read here. `form` has arguments of `read_table`.
 
     Raises:
         ConfigError: there is no table. DataError: a table cannot be read, or a row names no image.
@@ -180,20 +171,17 @@ def read_image_table(
         raise ConfigError("There is no table among the sources.", field=field, remedy=remedy)
     whole = Table([], {})
     for file in tables:
-        part = read_table([file.address], rename=rename, field=field, readers=readers, read=read, marks=marks)
+        part = read_table([file.address], field=field, **form)
         part.require(column, field="prepare.options.image")
         part.refuse_gaps(column, "Give every row the path of its image, or remove the row.")
         folder = file.address.rpartition("/")[0]
-        part.columns[ADDRESS] = [_from(folder, str(value)) for value in part.columns[column]]
+        paths = map(str, part.columns[column])
+        part.columns[ADDRESS] = [
+            path if not is_path(path) else absolute_path(path, folder) if is_path(folder) else f"{folder}/{path}"
+            for path in paths
+        ]
         whole.append(part, field=field)
     return whole
-
-
-def _from(folder: str, path: str) -> str:
-    """A path of a table, from the folder of the table."""
-    if not is_path(path):
-        return path
-    return absolute_path(path, folder) if is_path(folder) else f"{folder}/{path}"
 
 
 def _find(

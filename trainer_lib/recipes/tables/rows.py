@@ -13,11 +13,10 @@ import numpy as np
 from typing_extensions import override
 
 from trainer_lib.data.rows.reading import FIELD as READ
-from trainer_lib.data.rows.reading import Reading
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared import recipe_options
 from trainer_lib.recipes.tables import cells, table_files
-from trainer_lib.recipes.tables.splitting import cut_rows, read_split
+from trainer_lib.recipes.tables.splitting import cut_rows, read_split, require_train
 from trainer_lib.recipes.tables.spooled_values import Spool, SpooledValues
 
 if TYPE_CHECKING:
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
 FIELD = "prepare.options"
 _RESERVED = ("labels", "row_id")
 _PLAIN_NUMBER = re.compile(r"[-+]?(?!0\d)[\d.]+([eE][-+]\d+)?")  # 1E5 may be a name
+_MEASURE = re.compile(r"[-+−(]?\W?\s*\d[\d.,'’\s]*\s*\D{0,4}")  # 12 kg or (1,234.50)
 _AT_ONCE = 10_000  # numbers
 _ROUNDING = 2.0**-20  # of a number in the batches, float32, times 8
 _LISTED = 20  # problems
@@ -51,6 +51,8 @@ class TabularRows:
     defaults: Mapping[str, Any] = recipe_options.DEFAULTS
     label_option: str = "label"
     """The option that names the column to predict."""
+    unclassed: str | None = None
+    """Why rows cannot be cut by class; None: they can."""
 
     def __init__(self, options: Mapping[str, Any], out: PrepareOutput) -> None:
         self.options = recipe_options.choose(options, self.defaults, field=FIELD)
@@ -58,9 +60,9 @@ class TabularRows:
         if self.defaults.keys() >= recipe_options.LABEL.keys():
             self.target = self.options["target"]
             recipe_options.require_choice(self.target, recipe_options.TARGETS, field=f"{FIELD}.target")
-        recipe_options.require_choice(
-            self.options.get("missing", "refuse"), ("refuse", "mean"), field=f"{FIELD}.missing"
-        )
+        self._has_class = self.target in (recipe_options.CLASS, recipe_options.ORDER)
+        missing = self.options.get("missing", "refuse")
+        recipe_options.require_choice(missing, ("refuse", "mean"), field=f"{FIELD}.missing")
         label = f"{FIELD}.{self.label_option}"
         named = self.options[self.label_option]
         self.marks: list[str] = named if isinstance(named, list) and self.target == recipe_options.SEVERAL else []
@@ -70,18 +72,15 @@ class TabularRows:
             raise ConfigError("The recipe needs to know what to predict.", field=label, value=named, remedy=remedy)
         if self.marks:
             self.options[self.label_option] = table_files.JOINED
-        way = read_split(self.options["split"], by="stratified" if self._has_class else "random")
+        of_several = "Rows of several classes have no class to cut by."
+        unclassed = of_several if self.target == recipe_options.SEVERAL else self.unclassed
+        way = read_split(self.options["split"], by="stratified" if self._has_class else "random", unclassed=unclassed)
         self._way = way["by"]
         self.table, self._problems = table_files.Table([], {}), list[DataError]()
         with table_files.naming_sources(table_files.SOURCES):
             with self._noting():
                 self._set_up(way, out)
             raise_listed(self._problems)
-
-    @property
-    def _has_class(self) -> bool:
-        """Whether rows have one class."""
-        return self.target in (recipe_options.CLASS, recipe_options.ORDER)
 
     @contextmanager
     def _noting(self) -> Iterator[None]:
@@ -108,9 +107,7 @@ class TabularRows:
         kind = np.min_scalar_type(-len(self.table))
         by_file = {name: np.arange(rows.start, rows.stop, dtype=kind) for name, rows in starts.items() if name}
         self.splits = by_file or self._cut(way)
-        if "train" not in self.splits:
-            remedy = "Name a file for it: prepare.options.files.train=FILE."
-            raise ConfigError("There is no split 'train'.", field=f"{FIELD}.files", value=list(files), remedy=remedy)
+        require_train(self.splits)
         self._split_column = way["column"] if "" in starts else None
         self.numbers: dict[str, list[float]] = {}
         self.texts: dict[str, list[str]] = {}
@@ -129,7 +126,7 @@ class TabularRows:
                 self._describe(name)
         if self._has_class or self.target == recipe_options.SEVERAL:
             self._warn_of_cases(self.label, self._codes[2])
-        self._warnings += self.table.all_notes()
+        self._warnings += [*self.table.notes, *self.table.gap_notes()]
 
     def _warn(self, names: Iterable[str], why: str) -> None:
         columns = ", ".join(f"'{name}'" for name in names)
@@ -149,9 +146,17 @@ class TabularRows:
         """The rows of some files."""
         chosen = self.options
         reading = cells.read_reading(chosen["read"])
-        named = dict.fromkeys(chosen.get("categorical", ()), partial(_named, reading=reading))
-        merged = dict.fromkeys(chosen.get("merge", ()), partial(_folded, reading=reading))
-        readers: dict[str, table_files.Reader] = {**named, **merged, **self._readers(), chosen["id"]: cells.id_of}
+
+        def named(value: Any, place: str) -> Any:
+            plain = cells.plain_value(value, "", place, reading)
+            return None if plain is None else cells.name_of(plain)
+
+        def folded(value: Any, place: str) -> Any:
+            plain = cells.plain_value(value, "", place, reading)
+            return cells.fold(plain) if isinstance(plain, str) else plain
+
+        readers: dict[str, table_files.Reader] = dict.fromkeys(chosen.get("categorical", ()), named)
+        readers |= {**dict.fromkeys(chosen.get("merge", ()), folded), **self._readers(), chosen["id"]: cells.id_of}
         ignore = () if "features" in chosen else chosen["ignore"]  # there each name has to be a column
         return table_files.read_table(
             addresses,
@@ -175,10 +180,6 @@ class TabularRows:
 
     def _cut(self, way: Mapping[str, Any]) -> dict[str, np.ndarray]:
         keys: Sequence[str] = ()
-        if way["by"] == "stratified" and self.target == recipe_options.SEVERAL:
-            remedy = f"Set {FIELD}.split.by to random, group, time or column."
-            what = "Rows of several classes have no class to cut by."
-            raise ConfigError(what, field=f"{FIELD}.split.by", remedy=remedy)
         if way["column"] is not None:
             column = self.table.require(way["column"], field=f"{FIELD}.split.column")
             self.table.refuse_gaps(column, "Fill it in: without it the row belongs to no split.")
@@ -244,16 +245,20 @@ class TabularRows:
                 self._warnings.append(f"{what} (prepare.options.dates={{{name}: null}} reads dates).")
             elif not some:
                 self._warnings.append(f"The column '{name}' has no values.")
-            elif all(map(cells.looks_like_measure, some)):
+            elif all(map(_MEASURE.fullmatch, some)):
                 what = f"The column '{name}' is read as texts, such as '{some[0]}'"
                 self._warnings.append(f"{what}: write amounts as numbers without other characters.")
             return
-        if self.options["missing"] == "refuse" and np.isnan(values).any():
-            remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
-            self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean and prepare.allow_nan=true.")
+        if np.isnan(values).any():
+            self._refuse_gaps(name, " and prepare.allow_nan=true")
         self._warn_of_forms(name)
         self.numbers[name] = self.scale(values)
         self._warnings += describe_rounding(name, *self.numbers[name])
+
+    def _refuse_gaps(self, name: str, other: str = "") -> None:
+        if self.options["missing"] == "refuse":
+            remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
+            self.table.refuse_gaps(name, f"{remedy}prepare.options.missing=mean{other}.")
 
     def _describe_parts(self, name: str) -> None:
         if name in self.options["hashed"]:
@@ -262,9 +267,7 @@ class TabularRows:
                 raise ConfigError("This is a number of numbers.", field=f"{FIELD}.hashed.{name}", value=size)
             self._add_parts(name, {key: [0.0, size**-0.5] for key in cells.part_names([], {name: size})[name]})
             return
-        if self.options["missing"] == "refuse":
-            remedy = f"Fill it in, leave the column out (prepare.options.ignore=[{name}]), or set "
-            self.table.refuse_gaps(name, remedy + "prepare.options.missing=mean.")
+        self._refuse_gaps(name)
         setting, place = f"{FIELD}.dates.{name}", self.table.places.__getitem__
         form = self.options["dates"][name]
         dates, self.dates[name] = cells.iso_dates(
@@ -461,9 +464,8 @@ class TabularRows:
         columns |= {name: f"date:{form}{number.removeprefix('number')}" for name, form in self.dates.items()}
         dropped = [name for name in (*self.table.columns, *self.table.unread, *self.marks) if name not in columns]
         form = table_files.note_form(columns, self.options, dropped=dropped)
-        form[table_files.NOTE] |= (
-            {"answer": self.table.kind_of_numbers(self.label)} if self.target == recipe_options.NUMBER else {}
-        )
+        if self.target == recipe_options.NUMBER:
+            form[table_files.NOTE]["answer"] = self.table.kind_of_numbers(self.label)
         found = {"label": self.label, "numbers": {**self.numbers, **self.parts}, "texts": self.texts, **form}
         made = {"dates": list(self.dates), "hashed": dict(chosen["hashed"])}
         return found | {name: value for name, value in made.items() if value}
@@ -476,14 +478,10 @@ class TextRows(TabularRows):
     """The options that name the columns with texts."""
     reserved: Sequence[str] = _RESERVED
     """Names of columns that the recipe has itself."""
-    unclassed: str | None = "Pairs of texts have no class to cut by."
-    """Why rows cannot be cut by class; None: they can."""
+    unclassed = "Pairs of texts have no class to cut by."
 
     @override
     def _features(self) -> list[str]:
-        if self.unclassed is not None and self.options["split"].get("by") == "stratified":
-            remedy = "Set prepare.options.split.by to random, group, time or column."
-            raise ConfigError(self.unclassed, field=f"{FIELD}.split.by", remedy=remedy)
         for option in self.text_options:
             name, field = self.options[option], f"{FIELD}.{option}"
             if name is None:
@@ -524,16 +522,6 @@ def describe_rounding(name: str, mean: float, spread: float) -> list[str]:
         return []
     what = f"The numbers of the column '{name}' differ by some {spread:.3g} around {mean:.10g}"
     return [f"{what}, which 32 bits round: subtract a constant from them."]
-
-
-def _folded(value: Any, place: str, *, reading: Reading) -> Any:
-    plain = cells.plain_value(value, "", place, reading)
-    return cells.fold(plain) if isinstance(plain, str) else plain
-
-
-def _named(value: Any, place: str, *, reading: Reading) -> Any:
-    plain = cells.plain_value(value, "", place, reading)
-    return None if plain is None else cells.name_of(plain)
 
 
 def _meaning(text: str) -> str | float:

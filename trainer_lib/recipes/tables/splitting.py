@@ -46,14 +46,20 @@ _PERIOD = re.compile(r"\d{4}[- ]?[QW]\d{1,2}|[QW]\d{1,2}[- /]?\d{4}", re.IGNOREC
 _ZONE = re.compile(r".*[T ][\d:.]+\s?(Z|UTC|GMT|[+-]\d\d:?(\d\d)?)")
 
 
-def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
+def read_split(given: Mapping[str, Any], *, by: str, unclassed: str | None = None) -> dict[str, Any]:
     """The settings of a split, checked; `by` is the way where they do not say it.
 
+    Args:
+        unclassed: why rows cannot be cut by class; None: they can.
+
     Raises:
-        ConfigError: an unknown setting, shares that leave nothing to train on, or a way without its column.
+        ConfigError: an unknown setting, shares that leave nothing to train on, or a way without its column or class.
     """
     chosen = choose(given, {**DEFAULTS, "by": by}, field=FIELD)
     require_choice(chosen["by"], WAYS, field=f"{FIELD}.by")
+    if chosen["by"] == "stratified" and unclassed is not None:
+        remedy = f"Set {FIELD}.by to random, group, time or column."
+        raise ConfigError(unclassed, field=f"{FIELD}.by", remedy=remedy)
     require_shares(chosen, given)
     needs_column = chosen["by"] in ("group", "time", "column")
     if needs_column != (chosen["column"] is not None):
@@ -64,6 +70,13 @@ def read_split(given: Mapping[str, Any], *, by: str) -> dict[str, Any]:
         what, remedy = "Only a split by time reads times.", "Remove it, or set split.by to time."
         raise ConfigError(what, field=f"{FIELD}.time_format", value=chosen["time_format"], remedy=remedy)
     return chosen
+
+
+def require_train(files: Mapping[str, Any]) -> None:
+    """Raise ConfigError for files of splits without one to train on."""
+    if "train" not in files:
+        remedy = "Name a file for it: prepare.options.files.train=FILE."
+        raise ConfigError("There is no split 'train'.", field="prepare.options.files", value=list(files), remedy=remedy)
 
 
 def require_shares(chosen: Mapping[str, Any], given: Mapping[str, Any]) -> None:

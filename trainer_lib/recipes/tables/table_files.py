@@ -127,11 +127,8 @@ class Table:
     def __len__(self) -> int:
         return len(self.places)
 
-    def all_notes(self) -> list[str]:
-        """The sentences about the files, and one about the texts that were read as no value."""
-        return [*self.notes, *self._gap_notes()]
-
-    def _gap_notes(self) -> list[str]:
+    def gap_notes(self) -> list[str]:
+        """A sentence about the texts that were read as no value; none without any."""
         told = ", ".join(f"'{text}' ({count:,})" for text, count in self.gaps.most_common(5) if count)
         return [f"Read as no value: {told}."] if told else []
 
@@ -280,7 +277,7 @@ class Table:
         if (first := next(gaps, None)) is not None:
             lacking = f"{1 + sum(1 for _ in gaps):,} of {counted(len(self), 'row')}"
             what = f"{self.places[first]}, column '{name}': there is no value, as in {lacking}."
-            raise DataError(" ".join([what, *self._gap_notes()]), field=SOURCES, remedy=remedy)
+            raise DataError(" ".join([what, *self.gap_notes()]), field=SOURCES, remedy=remedy)
 
     def refuse_free_text(self, name: str) -> None:
         """Raise DataError for a column of texts that are nearly all different."""
@@ -350,7 +347,10 @@ def read_table(
             _add_row(table, row, place, own, reading)
     if not table.places:
         raise DataError("The files have no rows.", field=field, value=", ".join(addresses), remedy="Check the files.")
-    _require_renamed(table, rename)
+    for old, name in rename.items():
+        if name not in table.columns:
+            what, remedy = "The data has no such column.", suggestion(old, table.columns)
+            raise DataError(what, field="prepare.options.rename", value=old, remedy=remedy)
     for name in table.unread:
         del table.columns[name]
     return table
@@ -382,13 +382,6 @@ def _add_row(table: Table, row: Mapping[str, Any], place: str, readers: Mapping[
         table.columns[name].append(plain)
         if plain is None and isinstance(value, str) and value:
             table.gaps[value.strip()] += 1
-
-
-def _require_renamed(table: Table, rename: Mapping[str, str]) -> None:
-    for old, name in rename.items():
-        if name not in table.columns:
-            remedy = suggestion(old, table.columns)
-            raise DataError("The data has no such column.", field="prepare.options.rename", value=old, remedy=remedy)
 
 
 def _read_files(
@@ -452,15 +445,14 @@ class TableForm:
     no training row has, and the first of them.
     """
 
-    def __init__(
-        self, note: Mapping[str, Any], label: str | None = None, texts: Any = None, marks: Sequence[str] = ()
-    ) -> None:
+    def __init__(self, info: Mapping[str, Any]) -> None:
+        note, texts, label = info[NOTE], info.get("texts"), info.get("label")
         self.columns: dict[str, str] = dict(note["columns"])
         self.id_column: str | None = note.get("id")
         self._optional, self._has_turns = frozenset(note["optional"]), bool(note.get("turns"))
         self.gathered: dict[str, Any] = note.get("gathered") or {}
         self._answer: str = note.get("answer", "number")
-        self._marks = marks
+        self._marks: Sequence[str] = info.get("label_columns", ())
         known = texts if isinstance(texts, Mapping) else {}
         self._texts = {name: frozenset(known[name]) for name in self.columns.keys() & known.keys()}
         self.unknown: dict[str, tuple[int, str]] = {}
@@ -472,9 +464,7 @@ class TableForm:
     @classmethod
     def of(cls, info: Mapping[str, Any]) -> Self | None:
         """The form that `prepare` noted; None: its rows do not come from a table."""
-        if NOTE not in info:
-            return None
-        return cls(info[NOTE], info.get("label"), info.get("texts"), info.get("label_columns", ()))
+        return cls(info) if NOTE in info else None
 
     @property
     def may_lack(self) -> list[str]:

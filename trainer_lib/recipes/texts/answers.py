@@ -83,7 +83,11 @@ class AnsweredPrompts(TextRows):
     @override
     def _readers(self) -> dict[str, Reader]:
         turns = {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answers)}
-        return {**dict.fromkeys(CONTEXT, _read_context), **turns}
+
+        def read_context(value: Any, where: str) -> str | None:
+            return json.dumps(value) if isinstance(value, list | tuple) else read_exact_text(value, where)
+
+        return {**dict.fromkeys(CONTEXT, read_context), **turns}
 
     def _read_turns(self, name: str, value: Any, where: str) -> str | None:
         """A text as it is, whose spaces are tokens too; or a list of turns as JSON, where all of the column are."""
@@ -131,8 +135,7 @@ class AnsweredPrompts(TextRows):
                 is not such a model, or it does not read as many tokens.
         """
         chosen = self.options
-        if (place := model_places.one_of(chosen, field=FIELD)) is not None:
-            model_places.require_positions(place, chosen["max_length"], field=f"{FIELD}.max_length")
+        model_places.require_positions(chosen, "max_length", field=FIELD)
         require_choice(chosen["loss_on"], _LOSSES, field=f"{FIELD}.loss_on")
         train = (texts[name][row] for row in self.splits["train"].tolist() for name in texts)
         if self.is_chat:
@@ -164,8 +167,7 @@ class AnsweredPrompts(TextRows):
         """
         chosen, place = self.options, model_places.one_of(self.options, field=FIELD)
         require_choice(chosen["dtype"], model_places.DTYPES, field=f"{FIELD}.dtype")
-        model_places.quantized(chosen["load_in"], place=place, adapted=True, field=FIELD)
-        noted = {name: chosen[name] for name in REFERENCE if name != "load_in" or chosen[name]}
+        noted = {name: chosen[name] for name in REFERENCE if name != "load_in" or chosen[name] is not None}
         out.info.update(noted, reference=chosen["pretrained"], has_place=place is not None)
         model, pad = build_first(out.info, place, field=FIELD), out.info["ends"]["pad_token_id"]
         scores = score_answers(model, [row for column in answers.values() for row in column], pad=pad)
@@ -175,11 +177,6 @@ class AnsweredPrompts(TextRows):
             raise DataError(what, field=FIELD, value=place, remedy="Set prepare.options.dtype=float32.")
         columns = scores.reshape(len(answers), -1).tolist()
         return {f"reference_{name}": column for name, column in zip(answers, columns, strict=True)}
-
-
-def _read_context(value: Any, where: str) -> str | None:
-    """A text as it is, or a list as JSON."""
-    return json.dumps(value) if isinstance(value, list | tuple) else read_exact_text(value, where)
 
 
 # -- tokens -----------------------------------------------------------------------------------------------------------
@@ -351,8 +348,8 @@ def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> An
         place: its name or its folder; None for weights at random.
         field: the setting that names it. Raises as `load_causal_model`.
     """
+    settings = model_places.quantized(info.get("load_in"), place=place, adapted=True, field=field)
     if place is not None:
-        settings = model_places.quantized(info.get("load_in"), place=place, adapted=True, field=field)
         known = {name: info[name] for name in ("dtype", "vocabulary")}
         return model_places.load_causal_model(place, field=field, settings=settings, **known)
     with torch.random.fork_rng(devices=[]):

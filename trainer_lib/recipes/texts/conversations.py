@@ -139,28 +139,17 @@ class Faults:
 class ConversationSplits(DocumentSplits):
     """Conversations by split, as `DocumentSplits` has documents.
 
-    Args:
-        options: `shape`, `system`, `rename`, `read`, `files` and `split`.
-        sources: the spec's `prepare.sources`.
-        mixture: their names in a mixture; empty: there is none.
-
-    Attributes:
-        shape: the option; None: rows are in the shapes that their columns are of.
+    The options are `shape`, `system`, `rename`, `read`, `files` and `split`; without a shape, rows are in the shapes
+    that their columns are of.
 
     Raises:
         ConfigError: there is no such shape. DataError: the rows have none.
     """
 
     def __init__(self, options: Mapping[str, Any], sources: Sequence[str], mixture: Sequence[str] = ()) -> None:
-        self.shape: str | None = options["shape"]
-        if self.shape is not None:
-            require_choice(self.shape, SHAPES, field=f"{FIELD}.shape")
+        if options["shape"] is not None:
+            require_choice(options["shape"], SHAPES, field=f"{FIELD}.shape")
         super().__init__({"text": "", "separator": None, **options}, sources, mixture)
-
-    @override
-    def read(self, name: str) -> Iterator[Any]:
-        """The conversations of a split, in the order of the files."""
-        yield from super().read(name)
 
     def read_all(self) -> Iterator[Conversation]:
         """All conversations, in the order of the files."""
@@ -179,7 +168,7 @@ class ConversationSplits(DocumentSplits):
         with naming_sources(field):
             for place, row in read_rows(find_row_files(sources, FORMATS), None, reading):
                 values = renamed_row(row, self._options["rename"], place)
-                shape = self.shape or find_shape(values)
+                shape = self._options["shape"] or find_shape(values)
                 if shape is None and not was_found:
                     wanted = "; ".join(" and ".join(columns) for columns in SHAPES.values())
                     what = f"the row has no conversation. Its columns are {', '.join(values)}, and one needs {wanted}"
@@ -228,7 +217,8 @@ def read_conversation(
         fault = fault or (f"turn {number}: {wrong}" if wrong else "")
         messages.append(message)
     fault = fault or _find_fault(messages, asks=asks)
-    trained = [_is_trained(turn) for turn in turns[: len(messages)]]
+    marks = (turn.get("weight") if turn.get("train") is None else turn["train"] for turn in turns[: len(messages)])
+    trained = [mark not in (False, 0) for mark in marks]
     first, prompt = 1, row.get("system") or system
     if prompt is not None and messages and messages[0]["role"] not in ("system", "developer"):
         messages.insert(0, {"role": "system", "content": prompt})
@@ -280,11 +270,6 @@ def _read_list(value: Any, column: str) -> tuple[list[Any], str]:
     return (list(value), "") if isinstance(value, list | tuple) else ([], f"the column '{column}' is not a list")
 
 
-def _is_trained(turn: Mapping[str, Any]) -> bool:
-    values = [turn[name] for name in ("train", "weight") if turn.get(name) is not None]
-    return not values or values[0] not in (False, 0)
-
-
 def _turns(row: Mapping[str, Any], shape: str) -> tuple[list[Any], str]:
     if shape in ("messages", "conversations"):
         return _read_list(row[shape], shape)
@@ -307,7 +292,7 @@ def _turns(row: Mapping[str, Any], shape: str) -> tuple[list[Any], str]:
 def _required_arguments(tools: Sequence[Any]) -> dict[Any, Any]:
     """Tool -> the arguments that its schema requires: null is a value there, and no gap of a file of columns."""
     functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
-    schemas = {each.get("name"): each.get("parameters") for each in functions if isinstance(each, Mapping)}
+    schemas = {tool.get("name"): tool.get("parameters") for tool in functions if isinstance(tool, Mapping)}
     return {name: schema.get("required") or () for name, schema in schemas.items() if isinstance(schema, Mapping)}
 
 

@@ -8,10 +8,10 @@ package:NAME, package:NAME/sub     the texts of an installed package
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,7 @@ from trainer_lib.data.rows.row_sources import FORMATS, RowFile, find_installed_f
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.recipes.shared.recipe_options import require_choice
 from trainer_lib.recipes.tables.cells import read_reading, text_of
-from trainer_lib.recipes.tables.splitting import cut_rows, read_split
+from trainer_lib.recipes.tables.splitting import cut_rows, read_split, require_train
 from trainer_lib.recipes.tables.table_files import SOURCES, naming_sources, renamed_row
 
 FIELD = "prepare.options"
@@ -63,19 +63,17 @@ class DocumentSplits:
         if self._files and mixture:
             what, remedy = "A mixture is split by itself, so splits cannot have files.", "Set split in place of files."
             raise ConfigError(what, field=f"{FIELD}.files", value=list(self._files), remedy=remedy)
-        if self._files and "train" not in self._files:
-            remedy = "Name a file for it: prepare.options.files.train=FILE."
-            what = "There is no split 'train'."
-            raise ConfigError(what, field=f"{FIELD}.files", value=list(self._files), remedy=remedy)
-        if not self._files:
+        if self._files:
+            require_train(self._files)
+        else:
             self._chosen = self._cut()
         names = self._files or self._chosen
         self.names = sorted(names, key=lambda name: name != "train")
         for name in options.get("pack", ()):
             require_choice(name, tuple(self.names), field=f"{FIELD}.pack")
 
-    def read(self, name: str) -> Iterator[TextDocument]:
-        """The documents of a split, in the order of the files."""
+    def read(self, name: str) -> Iterator[Any]:
+        """The documents of a split, or its conversations, in the order of the files."""
         if self._files:
             yield from self._read(self._files[name], f"{FIELD}.files.{name}")
             return
@@ -96,15 +94,12 @@ class DocumentSplits:
             for document in self._read([source], SOURCES):
                 yield document._replace(source=name)
 
-    def _read(self, sources: Sequence[str], field: str) -> Iterator[TextDocument]:
+    def _read(self, sources: Sequence[str], field: str) -> Iterator[Any]:
         names = self._options.keys() & {"text", "rename", "separator", "read", "ignore"}
         return read_documents(sources, field=field, **{name: self._options[name] for name in names})
 
     def _cut(self) -> dict[str, np.ndarray]:
-        way = read_split(self._options["split"], by="random")
-        if way["by"] == "stratified":
-            remedy = "Set prepare.options.split.by to random, group, time or column."
-            raise ConfigError("Texts have no classes to cut by.", field=f"{FIELD}.split.by", remedy=remedy)
+        way = read_split(self._options["split"], by="random", unclassed="Texts have no classes to cut by.")
         keys: list[str] = []
         rows = 0
         for document in self._read_sources():
@@ -113,11 +108,7 @@ class DocumentSplits:
                 keys.append(_key(document, way["column"]))
         if not rows:
             raise DataError("The sources have no texts.", field=SOURCES, remedy="Check the files.")
-        return cut_rows(way, rows, keys=keys, place=self._place)
-
-    def _place(self, number: int) -> str:
-        document: TextDocument = next(itertools.islice(self._read_sources(), number, None))
-        return document.place
+        return cut_rows(way, rows, keys=keys, place=lambda row: next(islice(self._read_sources(), row, None)).place)
 
 
 def read_documents(
@@ -132,14 +123,7 @@ def read_documents(
 ) -> Iterator[TextDocument]:
     """The documents of all sources, in their order. Text files without a text are passed over.
 
-    Args:
-        sources: paths, URLs, folders, patterns, `stdlib:` and `package:` names.
-        text: the column of a table that holds the texts.
-        rename: name of a column in the files -> its name here.
-        separator: what stands between two documents of a text file; None: a file is one.
-        field: the setting that names the sources, for errors.
-        read: how tables are written (`data.rows.reading.Reading`).
-        ignore: columns of tables that are left out.
+    The arguments are options of causal-language-modeling, and `field`: the setting that names the sources, for errors.
 
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or a row has no text.

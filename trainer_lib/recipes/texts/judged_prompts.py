@@ -60,14 +60,10 @@ class Prompt:
         remedy = "Give a text, or {prompt: a text, answer: a text or a list of texts}."
         raise ConfigError(what, field=f"{FIELD}.prompts", value=entry, remedy=remedy)
 
-    def judges(self, answer: str, way: str) -> bool:
-        """Whether an answer is right; case, blanks and the full stop at the end do not count."""
-        plain = _plain(answer)
-        return any(_plain(text) == plain if way == "equal" else _plain(text) in plain for text in self.expected)
-
-
-def _plain(text: str) -> str:
-    return " ".join(text.casefold().split()).rstrip(".")
+    def judge(self, answer: str, way: str) -> bool | None:
+        """Whether an answer is right; None: not judged. Case, blanks and the full stop at the end do not count."""
+        plain, *texts = (" ".join(text.casefold().split()).rstrip(".") for text in (answer, *self.expected))
+        return any(text == plain if way == "equal" else text in plain for text in texts) if texts else None
 
 
 def answer_prompts(
@@ -113,11 +109,7 @@ def _measure(
 ) -> _Measured:
     made = generate(model, asked, chosen["sample_tokens"])
     answers = tokenizer.batch_decode(made, skip_special_tokens=True)
-    right = [
-        prompt.judges(answer, chosen["judge"]) if prompt.expected else None
-        for prompt, answer in zip(prompts, answers, strict=True)
-    ]
-    return answers, right
+    return answers, [prompt.judge(answer, chosen["judge"]) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 def _compare(now: _Measured, before: _Measured | None) -> Iterator[tuple[str, float]]:

@@ -86,7 +86,8 @@ def collate_packed(rows: Sequence[Mapping[str, Any]], *, pad: int, isolate: str)
     batch = {name: torch.from_numpy(array) for name, array in
              (("input_ids", tokens), ("position_ids", positions), ("labels", labels))}  # fmt: skip
     if isolate == "mask":
-        batch["attention_mask"] = _block_diagonal(torch.from_numpy(documents))
+        numbers, causal = torch.from_numpy(documents), torch.ones(longest, longest, dtype=torch.bool).tril()
+        batch["attention_mask"] = ((numbers[:, :, None] == numbers[:, None, :]) & causal)[:, None]
     return batch
 
 
@@ -97,13 +98,6 @@ def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[st
     used = torch.tensor([len(row["input_ids"]) for row in rows])
     batch["attention_mask"] = (torch.arange(batch["input_ids"].shape[1]) < used[:, None]).long()
     return batch
-
-
-def _block_diagonal(documents: Tensor) -> Tensor:
-    """The causal mask ``[batch, 1, tokens, tokens]`` within documents, given the numbers of the tokens' documents."""
-    longest = documents.shape[1]
-    causal = torch.ones(longest, longest, dtype=torch.bool).tril()
-    return ((documents[:, :, None] == documents[:, None, :]) & causal)[:, None]
 
 
 def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str) -> None:
@@ -119,12 +113,19 @@ def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate
     Raises:
         ConfigError: it takes no such argument, or its logits of a document depend on the others of the row.
     """
+    cause: Exception | None = None
     try:
         why = _find_mixing(model, vocabulary, length, isolate)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise _mixes(model, f"it fails with such a batch ({first_line(error)})", isolate) from error
-    if why is not None:
-        raise _mixes(model, why, isolate)
+        why, cause = f"it fails with such a batch ({first_line(error)})", error
+    if why is None:
+        return
+    other = "try prepare.options.isolate=positions"
+    if isolate == "positions":
+        other = "try prepare.options.isolate=mask, which gives the model the mask itself"
+    what = f"The model {type(model).__name__} cannot train on packed rows: {why}."
+    remedy = f"Set prepare.options.pack=[] (every document then has its own row), or {other}."
+    raise ConfigError(what, field=FIELD, value=isolate, remedy=remedy) from cause
 
 
 def _find_mixing(model: nn.Module, vocabulary: int, length: int, isolate: str) -> str | None:
@@ -186,15 +187,6 @@ def _logits(model: nn.Module, documents: Sequence[np.ndarray], isolate: str) -> 
         outputs = model(**{name: tensor.to(device) for name, tensor in batch.items()})
     logits: Tensor = outputs["logits"]
     return logits.float()
-
-
-def _mixes(model: nn.Module, why: str, isolate: str) -> ConfigError:
-    name, other = type(model).__name__, "try prepare.options.isolate=positions"
-    if isolate == "positions":
-        other = "try prepare.options.isolate=mask, which gives the model the mask itself"
-    what = f"The model {name} cannot train on packed rows: {why}."
-    remedy = f"Set prepare.options.pack=[] (every document then has its own row), or {other}."
-    return ConfigError(what, field=FIELD, value=isolate, remedy=remedy)
 
 
 # -- new rows, which no prepare has seen ------------------------------------------------------------------------------

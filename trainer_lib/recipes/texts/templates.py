@@ -261,7 +261,7 @@ def find_template(chosen: Mapping[str, Any], texts: Iterable[str], out: PrepareO
     if place is None:
         tokenizer = learn_byte_tokenizer(texts, vocabulary=chosen["vocabulary"], special=(TURN, END))
     else:
-        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD, is_fast=True)
+        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], is_fast=True)
     template = ChatTemplate(tokenizer, chosen["template"] or ("chatml" if place is None else None))
     note_tokenizer(tokenizer, out)
     return template

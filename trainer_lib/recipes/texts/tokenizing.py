@@ -28,28 +28,21 @@ _TOGETHER = 64  # documents that the tokenizer is given at a time
 
 
 def find_tokenizer(
-    chosen: Mapping[str, Any],
-    texts: Iterable[str],
-    out: PrepareOutput,
-    *,
-    of_bytes: bool = False,
-    is_fast: bool = False,
-    of_words: bool = False,
+    chosen: Mapping[str, Any], texts: Iterable[str], out: PrepareOutput, *, of_bytes: bool = False, **form: bool
 ) -> Any:
     """The tokenizer of the model that the options name, else one that is learned; kept next to the data and noted.
 
     Args:
         texts: those of training.
         of_bytes: learn a vocabulary that can write any text.
-        is_fast, of_words: as of `load_tokenizer`.
+        form: `is_fast` or `of_words`, as of `load_tokenizer`.
 
     Raises:
         ConfigError: as `load_tokenizer`.
     """
     place, vocabulary = one_of(chosen, field=FIELD), chosen["vocabulary"]
     if place is not None:
-        form = {"is_fast": is_fast, "of_words": of_words}
-        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], field=FIELD, **form)
+        tokenizer = load_tokenizer(place, pad_token=chosen["pad_token"], **form)
     elif of_bytes:
         tokenizer = learn_byte_tokenizer(texts, vocabulary=vocabulary)
     else:
@@ -70,9 +63,7 @@ def note_tokenizer(tokenizer: Any, out: PrepareOutput) -> None:
     out.info.update(vocabulary=len(tokenizer), tokenizer=names)
 
 
-def load_tokenizer(
-    place: str, *, pad_token: str | None, field: str, is_fast: bool = False, of_words: bool = False
-) -> Any:
+def load_tokenizer(place: str, *, pad_token: str | None, is_fast: bool = False, of_words: bool = False) -> Any:
     """The tokenizer of a model on the Hub or in a folder, which can fill up short texts.
 
     Args:
@@ -84,9 +75,9 @@ def load_tokenizer(
         ConfigError: there is no such model here, or its tokenizer has no token to pad with, or is not a fast one.
             MissingExtraError: transformers is not installed.
     """
-    tokenizer = open_tokenizer(place, field=field)
+    tokenizer = open_tokenizer(place)
     if of_words and getattr(tokenizer, "add_prefix_space", None) is False:  # it would take no words
-        tokenizer = open_tokenizer(place, field=field, add_prefix_space=True)
+        tokenizer = open_tokenizer(place, add_prefix_space=True)
     if tokenizer.pad_token is None and (pad_token is None or pad_token not in tokenizer.get_vocab()):
         end = tokenizer.eos_token
         what = "no token to pad with" if pad_token is None else f"no token '{pad_token}'"
@@ -101,7 +92,7 @@ def load_tokenizer(
     if (is_fast or of_words) and not tokenizer.is_fast:
         what = "The model has a slow tokenizer, which does not tell where its tokens are from."
         remedy = "Name a model with a fast one (tokenizer.json)."
-        raise ConfigError(what, field=field, value=place, remedy=remedy)
+        raise ConfigError(what, field=FIELD, value=place, remedy=remedy)
     return tokenizer
 
 
@@ -110,10 +101,8 @@ def count_cut_texts(
 ) -> None:
     """Note as `cut_<kind>` how many texts have more than `longest` tokens, and warn where these are over 1 %.
 
-    Args:
-        columns: the texts; of several columns those of a row are read together.
-        kind: "texts", or "targets" with a length of their own.
-        more: what the texts are for, for the warning.
+    The kind is "texts", or "targets" with a separate length; `more` says in the warning what the texts are for. Of
+    several columns those of a row are read together.
     """
     rows, cut = len(columns[0]), 0
     for start in range(0, rows, _COUNTED):
@@ -127,7 +116,7 @@ def count_cut_texts(
         out.warnings.append(f"{what}: prepare.options.{option}.")
 
 
-def open_tokenizer(place: str, *, field: str, **settings: Any) -> Any:
+def open_tokenizer(place: str, *, field: str = FIELD, **settings: Any) -> Any:
     """The tokenizer of a model on the Hub or in a folder, as it is. Raises ConfigError where there is none."""
     return from_place("AutoTokenizer", place, field=field, **settings)
 
