@@ -282,12 +282,7 @@ def _naming_packages(description: ModelDescription) -> Iterator[None]:
 
 
 def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Recipe:
-    """The recipe, with every module of the model from its own files.
-
-    Raises:
-        ConfigError: a module of that name is imported from elsewhere.
-        CodeError: the recipe cannot be imported.
-    """
+    """The recipe, with every module of the model from its own files. Raises ConfigError for one from elsewhere."""
     root = Path(file.root)
     for name, there in _imported_from_elsewhere(description, root):
         what = f"The model has a module called {name}, and this process has imported another one from {there}."

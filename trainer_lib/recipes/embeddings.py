@@ -56,15 +56,10 @@ def find_ranks(scores: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 class Candidates:
-    """The texts among which those that belong to queries are searched.
+    """The texts among which those that belong to queries are searched, with their embeddings ``[candidates, size]``.
 
-    Args:
-        batches: batches of a split, as `collate` makes them; queries first, then what belongs to them.
-        embed: makes embeddings ``[texts, size]`` of `input_ids` and `attention_mask` ``[texts, tokens]``.
-        vocabulary: number of tokens.
-
-    Attributes:
-        embeddings: ``[candidates, size]``.
+    `batches` are those of a split, as `collate` makes them; `embed` makes embeddings of `input_ids` and
+    `attention_mask` ``[texts, tokens]``.
     """
 
     def __init__(self, batches: Iterable[Any], embed: Callable[[Any], Tensor], vocabulary: int) -> None:

@@ -168,10 +168,8 @@ def augment_training(model: nn.Module, settings: Mapping[str, Any], *, field: st
         model: takes `pixel_values` ``[batch, channels, height, width]`` by name.
         settings: some of `AUGMENT`: `flip` left and right; the most by which an image is moved (`shift`) and enlarged
             or made smaller (`zoom`), as shares of its size; the most by which it is turned, in degrees (`rotate`).
-        field: the setting, for errors.
 
-    Raises:
-        ConfigError: a setting is unknown, or out of its range.
+    Raises ConfigError for a setting that is unknown or out of its range; `field` has them.
     """
     chosen = choose(settings, AUGMENT, field=field)
     for name, most in (("shift", 1.0), ("zoom", 1.0), ("rotate", _MOST_DEGREES)):
@@ -269,10 +267,7 @@ class ImageRows(TabularRows):
     ) -> dict[str, Iterator[dict[str, Any]]]:
         """For every split its rows: `image` (the path), `pixels`, `labels` and `row_id`.
 
-        Args:
-            labels: of all rows of the table.
-            form: what images are brought into.
-            counts: what becomes the statistics of the training images while these are read.
+        `counts` becomes the statistics of the training images while these are read.
         """
         ids, addresses = self._ids(), self.table.columns[image_files.ADDRESS]
         paths = self.table.texts(self.options["image"] or image_files.IMAGE)

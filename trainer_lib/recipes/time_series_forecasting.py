@@ -74,16 +74,10 @@ class Series:
 
 
 class SeriesTable:
-    """The series of a table.
+    """The series of a table by the options `time`, `time_format`, `series`, `step` and `missing`.
 
-    Args:
-        table: the rows, in any order.
-        columns: the columns of numbers that a series has.
-        options: `time`, `time_format`, `series`, `step` and `missing`.
-        targets: the first so many columns may all be empty in the last rows of a series, which are steps to come.
-
-    Attributes:
-        note: the options, with the form of the times and the step that were found.
+    The first `targets` columns may all be empty in the last rows of a series, which are steps to come. `note` has the
+    options, with the form of the times and the step that were found.
 
     Raises:
         ConfigError: an option is wrong. DataError: a time is not one, is there twice or off the grid, or steps or
@@ -246,10 +240,7 @@ def cut_windows(
 ) -> tuple[dict[str, list[Window]], dict[str, Any]]:
     """The windows of the splits, by series and time, and the times at which the targets of splits begin.
 
-    Args:
-        series: the series.
-        options: `context`, `horizon`, `season`, `stride`, `held_out_stride` and `split`.
-        targets: the first so many columns are targets.
+    The options are `context`, `horizon`, `season`, `stride`, `held_out_stride` and `split`.
 
     Raises:
         ConfigError: an option is out of range. DataError: a series is too short, or a split has no window.

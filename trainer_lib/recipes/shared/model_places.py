@@ -132,10 +132,8 @@ def build_with_head(
         head: the end of the name of its class, "ForQuestionAnswering"; empty for a model without a head.
         task: peft's name for its use.
         small: the configuration of a model at random, where `config` says nothing else.
-        settings: of its configuration.
 
-    Raises:
-        ConfigError: transformers cannot load it.
+    Raises ConfigError: transformers cannot load it.
     """
     place = one_of(chosen, field=FIELD)
     in_few_bits = quantized(chosen["load_in"], place=place, adapted=bool(chosen["adapter"]), task=task)
@@ -223,12 +221,8 @@ def quantized(
 ) -> dict[str, Any]:
     """Arguments of `from_pretrained` for weights in 8 bits, or NF4 with double quantization (Dettmers et al., 2023).
 
-    Args:
-        load_in: one of `BITS`; None: nothing.
-        place: name or folder of the model.
-        adapted: it has adapters.
-        task: peft's name for its use; a head that is trained as a whole keeps its type.
-        field: the setting that holds `load_in`.
+    Without `load_in`, one of `BITS`, there are none. A head that is trained as a whole, by peft's name for its `task`,
+    keeps its type.
 
     Raises:
         ConfigError: the model begins at random, or has no adapters. MissingExtraError: bitsandbytes is not installed.
@@ -281,10 +275,7 @@ def add_adapters(
 
     They are those of LoRA (Hu et al., 2021), DoRA (Liu et al., 2024) or rsLoRA (Kalajdzievski, 2023).
 
-    Args:
-        options: some of `ADAPTER`; empty: the model stays as it is.
-        place: name or folder of the model; None: it begins at random, and takes no adapters.
-        task: peft's name for the model's use.
+    Without options, some of `ADAPTER`, it stays as it is. A model at random, without a `place`, takes none.
 
     Raises:
         ConfigError: a setting is unknown or has no sense, the model has no such layers, or begins at random.

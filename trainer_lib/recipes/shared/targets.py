@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -37,10 +38,7 @@ LOSS: dict[str, Any] = {
     "focal_gamma": 0.0,  # of the focal loss: rows that are right already count less
 }
 """The settings of the loss (`train.model`), with their defaults."""
-BALANCED = "balanced"
 _PROBLEMS = {SEVERAL: "multi_label_classification", NUMBER: "regression"}
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""The loss ``[]`` of logits ``[batch, classes]`` and labels ``[batch, …]``."""
 
 
 def target_of(info: Mapping[str, Any]) -> str:
@@ -52,8 +50,7 @@ def target_of(info: Mapping[str, Any]) -> str:
 def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
     """The labels of a table's rows: numbers of classes, 0 and 1 by class ``[rows, classes]``, or amounts.
 
-    Args:
-        info: gets what models and metrics need to know of them.
+    `info` gets what models and metrics need to know of them.
     """
     target, threshold = table.target, table.options.get("threshold", 0.5)
     info.update({} if target == CLASS else {"target": target})
@@ -106,10 +103,7 @@ def split_loss(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, An
 def use_loss(model: nn.Module, options: Mapping[str, Any], info: Mapping[str, Any]) -> nn.Module:
     """Let a model that is given labels return the loss of their kind; of amounts it predicts them in their unit.
 
-    Args:
-        model: returns `logits` ``[batch, outputs]`` by name.
-        options: those of `LOSS`.
-        info: the `classes` of the data, and `class_rows`: their training rows; or `label_scale`.
+    The model returns `logits` ``[batch, outputs]`` by name; the options are those of `LOSS`.
 
     Raises:
         ConfigError: a class is unknown, or a weight or gamma is out of range or not for this kind.
@@ -126,17 +120,13 @@ def use_loss(model: nn.Module, options: Mapping[str, Any], info: Mapping[str, An
     if weights is None and not gamma and target == CLASS:
         return model
     of_class = torch.tensor(weights or [1.0] * len(info["classes"]), dtype=torch.float32)
-    losses: dict[str, Loss] = {
-        CLASS: lambda logits, labels: class_loss(logits, labels, of_class, gamma),
-        SEVERAL: lambda logits, labels: several_loss(logits, labels, of_class, gamma),
-        ORDER: lambda logits, labels: order_loss(logits, labels, of_class),
-    }
-    loss = losses[target]
+    loss: Callable[..., Tensor] = order_loss
+    if target != ORDER:
+        loss = partial(class_loss if target == CLASS else several_loss, gamma=gamma)
 
     def replace_loss(model: nn.Module, args: tuple[Any, ...], named: dict[str, Any], outputs: Any) -> Any:
-        if named.get("labels") is None:
-            return None
-        outputs["loss"] = loss(outputs["logits"], named["labels"])
+        if (labels := named.get("labels")) is not None:
+            outputs["loss"] = loss(outputs["logits"], labels, of_class)
         return outputs
 
     return _hooked(model, replace_loss)
@@ -164,11 +154,8 @@ def _hooked(model: nn.Module, hook: Callable[..., Any]) -> nn.Module:
 def class_loss(logits: Tensor, labels: Tensor, weights: Tensor, gamma: float) -> Tensor:
     """The mean of `weight * (1 - p) ** gamma * -log p`, where `p` is the probability of a row's class.
 
-    Args:
-        logits: ``[batch, classes]``.
-        labels: ``[batch]``.
-        weights: ``[classes]``.
-        gamma: of Lin et al., Focal Loss for Dense Object Detection, 2017.
+    Of logits ``[batch, classes]``, labels ``[batch]`` and weights ``[classes]``; gamma is that of Lin et al., Focal
+    Loss for Dense Object Detection, 2017.
     """
     labels = labels.reshape(-1)
     logs = log_softmax(logits.float(), dim=-1).gather(1, labels[:, None]).squeeze(1)
@@ -218,7 +205,7 @@ def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
     field, classes = f"{FIELD}.class_weights", [str(name) for name in info["classes"]]
     if given is None:
         return None
-    if given == BALANCED:
+    if given == "balanced":
         rows = info.get("class_rows")
         if rows is None:
             remedy = "Run with --force prepare, or give the weights by class."

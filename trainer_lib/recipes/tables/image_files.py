@@ -42,13 +42,10 @@ class ImageForm:
 
     Args:
         size: height and width in pixels.
-        colours: rgb or grey.
+        colours: one of `MODES`.
         fit: one of `FITS`.
-        bits: of the values in greys of more than 8 bits.
+        bits: of the values in greys of more than 8 bits; `deepest` are those of the greatest one so far.
         field: the setting or the column that names the files, for errors.
-
-    Attributes:
-        deepest: bits of the greatest of these values so far; 0 before the first one.
     """
 
     def __init__(self, size: Sequence[int], colours: str, fit: str, bits: int = DEEP, *, field: str = SOURCES) -> None:

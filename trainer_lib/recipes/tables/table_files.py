@@ -318,11 +318,9 @@ def read_table(
     Args:
         sources: paths, URLs, folders and patterns; installed packages among them are passed over.
         rename: name of a column in the files -> its name in the table.
-        field: the setting that names the sources, for errors.
         readers: column -> its reader; with `read_texts`, sentences in CoNLL's columns are rows as well. Other columns
             with lists, objects or bytes are left out.
         read: how the files are written (`data.rows.reading.Reading`).
-        ignore: columns that are left out.
         nested: columns that may be parts of objects (`unnest`).
         marks: columns of 0 and 1 that become one (`join_marks`).
         bad: gets the errors of rows that cannot be read, which are not in the table; None: the first one is raised.
@@ -330,8 +328,7 @@ def read_table(
     Raises:
         ConfigError: there are no such files. DataError: a file or a row cannot be read, or files differ in columns.
     """
-    addresses = _find_addresses(sources, field)
-    table = Table([], {})
+    addresses, table = _find_addresses(sources, field), Table([], {})
     own, reading = dict(readers or {}), cells.read_reading(read or {})
     with naming_sources(field):
         for place, values in _read_files(addresses, own, table.notes, reading, bad):

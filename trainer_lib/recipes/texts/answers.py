@@ -183,11 +183,8 @@ class AnsweredPrompts(TextRows):
 class AnswerReader:
     """Makes tokens of prompts with answers: of texts as they are, or of turns by the tokenizer's chat template.
 
-    Args:
-        info: what prepare noted: `max_length`, `prompt`, and for conversations `is_chat`, `system` and `loss_on`.
-        places: of the rows, for errors.
-        context: columns of `CONTEXT`.
-        is_new: errors are about new rows.
+    `info` is what prepare noted: `max_length`, `prompt`, and for conversations `is_chat`, `system` and `loss_on`; the
+    context has columns of `CONTEXT`. Errors name the places of the rows, which may be new.
     """
 
     def __init__(
@@ -342,11 +339,8 @@ def score_answers(model: Any, answers: Sequence[Mapping[str, Any]], *, pad: int)
 def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> Any:
     """The model that training begins with, on the CPU; the generators of random numbers stay as they are.
 
-    Args:
-        info: what prepare noted: the model's `config`, `seed`, `max_length` and `dtype`, perhaps `load_in`, and the
-            tokenizer's `vocabulary` and `ends`.
-        place: its name or its folder; None for weights at random.
-        field: the setting that names it. Raises as `load_causal_model`.
+    It is by the facts that prepare noted, at random without a `place`. `field` is the setting that names it. Raises as
+    `load_causal_model`.
     """
     settings = model_places.quantized(info.get("load_in"), place=place, adapted=True, field=field)
     if place is not None:
@@ -359,14 +353,9 @@ def build_first(info: Mapping[str, Any], place: str | None, *, field: str) -> An
 
 
 def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.Module:
-    """Build the model that the reference is, with adapters on request.
+    """Build the model that the reference is, with adapters on request; it keeps the loss's settings for its Trainer.
 
-    Args:
-        chosen: the settings, those of `POLICY` among them.
-        names: the settings of the loss, which the model keeps for its Trainer.
-
-    Raises:
-        ConfigError: transformers cannot load it, or it is not that of prepare.
+    Raises ConfigError: transformers cannot load it, or it is not that of prepare.
     """
     require_above_zero("beta", chosen["beta"])
     place = model_places.one_of(chosen, field="train.model")

@@ -69,15 +69,9 @@ class Prompt:
 def answer_prompts(
     model: nn.Module, tokenizer: Any, ask: Callable[[str], Sequence[int]], data: DataInfo, options: Mapping[str, Any]
 ) -> Mapping[str, Any]:
-    """Answer `evaluate.options.prompts`: what `after_evaluate` returns.
+    """Answer `evaluate.options.prompts`: what `after_evaluate` returns. `ask` makes the tokens of a prompt.
 
-    Args:
-        model: in evaluation mode.
-        ask: the tokens of a prompt.
-        data: its `length` is that of a prompt with an answer, at most.
-
-    Raises:
-        ConfigError: an option is wrong, or a prompt and its answer exceed the length.
+    Raises ConfigError: an option is wrong, or a prompt and its answer exceed the `length` of the data.
     """
     chosen = choose(options, _DEFAULTS, field=FIELD)
     require_choice(chosen["judge"], _JUDGES, field=f"{FIELD}.judge")

@@ -41,12 +41,7 @@ def require_rows(options: Mapping[str, Any]) -> None:
 
 
 def collate_rows(rows: Sequence[Mapping[str, Any]], info: Mapping[str, Any]) -> dict[str, Tensor]:
-    """A batch ``[batch, tokens]``: of `collate_packed` where a row has several documents, else of `collate_documents`.
-
-    Args:
-        rows: as of `collate_packed`.
-        info: what prepare noted: `ends` and `isolate`.
-    """
+    """A batch ``[batch, tokens]``: of `collate_packed` where a row has several documents, else `collate_documents`."""
     pad = info["ends"]["pad_token_id"] or 0  # is never a target
     if any(len(row["lengths"]) > 1 for row in rows):
         return collate_packed(rows, pad=pad, isolate=info["isolate"])
@@ -103,12 +98,8 @@ def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[st
 def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str) -> None:
     """Refuse a model for which documents of one row are not apart. It is tried, with documents of a few tokens.
 
-    Args:
-        model: takes `input_ids` and what `collate_packed` gives besides; returns `logits`
-            ``[batch, tokens, vocabulary]``.
-        vocabulary: number of tokens.
-        length: the most tokens of a row.
-        isolate: one of `WAYS`.
+    The model takes `input_ids` and what `collate_packed` gives besides, and returns `logits`
+    ``[batch, tokens, vocabulary]``; a row has up to `length` tokens.
 
     Raises:
         ConfigError: it takes no such argument, or its logits of a document depend on the others of the row.
@@ -322,9 +313,7 @@ def continue_prompts(model: Any, ids: Tensor, mask: Tensor, wanted: Tensor) -> T
 def generate(model: Any, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[int]]:
     """The tokens that continue prompts, at most `new_tokens`, without the one that ends them.
 
-    Args:
-        model: a model of transformers that generates, in evaluation mode.
-        prompts: their tokens; those of a similar length share a batch.
+    The model is one of transformers that generates, in evaluation mode. Prompts of a similar length share a batch.
     """
     ends, device = set(known_ends(model)), next(model.parameters()).device
     made: list[list[int]] = [[] for _ in prompts]

@@ -32,12 +32,9 @@ class RowTrainer(Trainer):
     """Names of the tensors that the model does not get."""
 
     def predict_rows(self, outputs: Any, labels: Any, kept: Mapping[str, Tensor]) -> tuple[Any, Any]:
-        """Predictions and labels of rows, trees of tensors ``[rows, …]``.
+        """Predictions and labels of rows, trees of tensors ``[rows, …]``, of the outputs for the sequences of a batch.
 
-        Args:
-            outputs: what the model returned for the sequences of the batch.
-            labels: its labels; None for new rows.
-            kept: the tensors that the model did not get, where the batch has them.
+        New rows have no labels. `kept` has the tensors that the model did not get, where the batch has them.
         """
         raise NotImplementedError
 

@@ -248,14 +248,9 @@ class ChatTemplate:
 
 
 def find_template(chosen: Mapping[str, Any], texts: Iterable[str], out: PrepareOutput) -> ChatTemplate:
-    """The template and the tokenizer of the model that the options name, else one that is learned; kept and noted.
+    """The template and the tokenizer of the model that the options name, else one that is learned from the texts.
 
-    Args:
-        chosen: `pretrained`, `folder`, `pad_token`, `vocabulary` and `template`.
-        texts: those of training.
-
-    Raises:
-        ConfigError: there is no such model or template.
+    The tokenizer is kept and noted. Raises ConfigError: there is no such model or template.
     """
     place = one_of(chosen, field=FIELD)
     if place is None:

@@ -32,13 +32,8 @@ def find_tokenizer(
 ) -> Any:
     """The tokenizer of the model that the options name, else one that is learned; kept next to the data and noted.
 
-    Args:
-        texts: those of training.
-        of_bytes: learn a vocabulary that can write any text.
-        form: `is_fast` or `of_words`, as of `load_tokenizer`.
-
-    Raises:
-        ConfigError: as `load_tokenizer`.
+    It is learned from the texts, `of_bytes` where it has to write any text. `form` has `is_fast` or `of_words` of
+    `load_tokenizer`, which says what is raised.
     """
     place, vocabulary = one_of(chosen, field=FIELD), chosen["vocabulary"]
     if place is not None:
