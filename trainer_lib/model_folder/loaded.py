@@ -32,15 +32,8 @@ from trainer_lib.evaluation.prediction_spool import PredictionSpool
 from trainer_lib.launch.run_dir import MARK
 from trainer_lib.model_folder.description import ModelDescription
 from trainer_lib.model_folder.locate import FIELD, FoundModel, find_model, require_trust, require_weights
+from trainer_lib.protocol import requests
 from trainer_lib.protocol.recipe_names import KEPT, installed_recipe
-from trainer_lib.protocol.requests import (
-    MeasureRowsRequest,
-    PredictRequest,
-    PreparedData,
-    PreparedSplit,
-    RecipeFile,
-    ScoreRequest,
-)
 from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
@@ -66,7 +59,7 @@ class LoadedModel:
         digest: SHA-256 of all that decides the predictions.
     """
 
-    def __init__(self, work: Work[PredictRequest], found: FoundModel) -> None:
+    def __init__(self, work: Work[requests.PredictRequest], found: FoundModel) -> None:
         self.description = found.description
         self.url = found.url
         self.digest = found.digest()
@@ -200,13 +193,13 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     recipe, fallback = (
         path and (installed_recipe(path) or str(folder / path)) for path in (description.recipe, description.fallback)
     )
-    recipe_file = RecipeFile(str(recipe), str(folder), fallback)
-    splits = {name: PreparedSplit(count) for name, count in description.rows.items()}
-    request = PredictRequest(
+    recipe_file = requests.RecipeFile(str(recipe), str(folder), fallback)
+    splits = {name: requests.PreparedSplit(count) for name, count in description.rows.items()}
+    request = requests.PredictRequest(
         output=tempfile.gettempdir(),  # nothing is written there
         recipe=recipe_file,
         options=description.options,
-        data=PreparedData(found.data.url, splits, description.info, description.assets),
+        data=requests.PreparedData(found.data.url, splits, description.info, description.assets),
         model=description.model,
         args={**description.args, "report_to": "none"},
         model_url=found.weights.url,
@@ -224,7 +217,7 @@ def load_model(address: str, *, trust_code: bool | str = False) -> LoadedModel:
     return loaded
 
 
-def load_same(request: ScoreRequest | MeasureRowsRequest) -> LoadedModel:
+def load_same(request: requests.ScoreRequest | requests.MeasureRowsRequest) -> LoadedModel:
     """Load the model of a request. Raises ConfigError when it is not the one that the command has looked at."""
     loaded = load_model(request.model, trust_code=request.code)
     if loaded.digest != request.digest:
@@ -281,7 +274,7 @@ def _naming_packages(description: ModelDescription) -> Iterator[None]:
         raise ConfigError(what, field=FIELD, value=cause.name, remedy=remedy) from error
 
 
-def _load_recipe(file: RecipeFile, description: ModelDescription) -> recipes.Recipe:
+def _load_recipe(file: requests.RecipeFile, description: ModelDescription) -> recipes.Recipe:
     """The recipe, with every module of the model from its own files. Raises ConfigError for one from elsewhere."""
     root = Path(file.root)
     for name, there in _imported_from_elsewhere(description, root):

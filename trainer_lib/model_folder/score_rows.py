@@ -113,8 +113,8 @@ class _Scoring:
 
     def _find_form(self) -> _Form:
         """Look at the first rows, for workers that begin with later ones. Raises DataError where there are none."""
-        reader, head, names = self._open(), list[Row | BadRow](), list[str]()
-        try:
+        head, names = list[Row | BadRow](), list[str]()
+        with contextlib.closing(self._open()) as reader:
             # Where bad rows are allowed, the first ones may all be bad.
             while not names and len(head) <= self._request.max_errors:
                 more = list(reader.take_all(min(self._size * BATCHES_AT_ONCE, self._request.rows_per_file)))
@@ -122,8 +122,6 @@ class _Scoring:
                     break
                 head += more
                 names = self._find_names(more)
-        finally:
-            reader.close()
         for note in reader.notes:
             self._events.emit("warning", message=note)
         if not head:
@@ -160,8 +158,7 @@ class _Scoring:
         order: list[int] = []  # the places of the rows whose outputs are in the spool
         ids: list[int | str | None] = []
         errors: list[str | None] = []
-        spool = PredictionSpool(None)
-        try:
+        with contextlib.closing(PredictionSpool(None)) as spool:
             for rows, share in self._chunks(most):
                 found, places = self._predict(rows, spool)
                 order += [len(errors) + place for place in places]
@@ -187,8 +184,6 @@ class _Scoring:
                 is_text = self._form.has_text_ids
                 write_row_predictions(self._parts, part, ids, columns, notes, text_ids=is_text, errors=shown)
             return True
-        finally:
-            spool.close()
 
     def _chunks(self, most: int) -> Iterator[tuple[list[Row | BadRow], float]]:
         """Yield the next rows, at most so many, some batches at a time, with the part of the files that is read.

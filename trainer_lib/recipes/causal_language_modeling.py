@@ -179,18 +179,13 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
 
     What else a row has are the tokens that continue it.
     """
-    found = describe_likelihoods(predictions)
+    nats, targets = predictions[:, :2].astype(np.float64).T
+    mean = nats / np.maximum(targets, 1)
+    found: dict[str, Sequence[Any]] = {"tokens": targets.astype(np.int64), "nats_per_token": mean}
+    found["perplexity"] = np.exp(np.minimum(mean, _MOST_NATS))
     if predictions.shape[1] > 2:
         found["continuation"] = tokenizing.decode_tokens(predictions[:, 2:].astype(np.int64), data)
     return found
-
-
-def describe_likelihoods(predictions: np.ndarray) -> dict[str, Sequence[Any]]:
-    """The columns of rows ``[rows, 2]``: their negative log-likelihood, and the targets."""
-    nats, targets = predictions[:, :2].astype(np.float64).T
-    mean = nats / np.maximum(targets, 1)
-    perplexity = np.exp(np.minimum(mean, _MOST_NATS))
-    return {"tokens": targets.astype(np.int64), "nats_per_token": mean, "perplexity": perplexity}
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:

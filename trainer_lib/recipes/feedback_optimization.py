@@ -28,17 +28,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose
 from trainer_lib.recipes.tables.table_files import TRUTH, Reader
-from trainer_lib.recipes.texts.answers import (
-    ANSWERED,
-    POLICY,
-    REFERENCE,
-    AnsweredPrompts,
-    PolicyTrainer,
-    beside_rules,
-    build_policy,
-    collate_answers,
-    require_above_zero,
-)
+from trainer_lib.recipes.texts import answers
 from trainer_lib.recipes.texts.packed_batches import evaluating
 from trainer_lib.recipes.texts.tokenizing import decode_tokens
 
@@ -49,16 +39,16 @@ OTHER = "other"
 """The column of prepared rows with the answer of another row."""
 
 
-class MarkedAnswers(AnsweredPrompts):
+class MarkedAnswers(answers.AnsweredPrompts):
     """The rows of a table by split: a prompt, an answer, and whether it is good."""
 
-    answers = ("completion",)
+    answer_options = ("completion",)
     label_option = "label"
     reserved = ("labels", "row_id", OTHER, "reference_completion", "reference_other")
     unclassed = "Marks of answers are no classes to cut by."
     defaults: Mapping[str, Any] = {
-        **ANSWERED,
-        **REFERENCE,
+        **answers.ANSWERED,
+        **answers.REFERENCE,
         "completion": "completion",  # column with the answers
         "label": "label",  # column with true for a good answer, false for a bad one
     }
@@ -134,18 +124,18 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
     Raises ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
     """
     weights = {"good_weight": 1.0, "bad_weight": 1.0}  # of the losses of good and of bad answers
-    chosen = choose(options, {**POLICY, **weights}, field="train.model")
+    chosen = choose(options, {**answers.POLICY, **weights}, field="train.model")
     for name in weights:
-        require_above_zero(name, chosen[name])
-    return build_policy(chosen, data, *weights)
+        answers.require_above_zero(name, chosen[name])
+    return answers.build_policy(chosen, data, *weights)
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch of `collate_answers`: answers ``[2 rows, tokens]``, those of other rows last; of new rows none."""
-    return collate_answers(rows, data, ["completion", OTHER] if "labels" in rows[0] else ["completion"])
+    return answers.collate_answers(rows, data, ["completion", OTHER] if "labels" in rows[0] else ["completion"])
 
 
-class Trainer(PolicyTrainer):
+class Trainer(answers.PolicyTrainer):
     """A Trainer that measures the divergence from the reference before every step, and generates answers."""
 
     _divergence: Tensor | None = None
@@ -199,7 +189,7 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     auc, reference, longer = (_area(values, labels) for values in (scores, known[:, 0], known[:, 2]))
     means = {name: float(scores[kind].mean()) if kind.any() else 0.0 for name, kind in (("good", good), ("bad", ~good))}
     return {
-        **beside_rules("auc", auc, reference, longer, overall),
+        **answers.beside_rules("auc", auc, reference, longer, overall),
         **{f"{name}_reward": mean for name, mean in means.items()},
         "divergence": max(0.0, float(divergence.mean())),
     }

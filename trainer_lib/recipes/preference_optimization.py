@@ -33,17 +33,7 @@ from trainer_lib.errors import DataError
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.rows import FIELD, raise_listed
 from trainer_lib.recipes.tables.table_files import SOURCES
-from trainer_lib.recipes.texts.answers import (
-    ANSWERED,
-    POLICY,
-    REFERENCE,
-    AnsweredPrompts,
-    PolicyTrainer,
-    beside_rules,
-    build_policy,
-    collate_answers,
-    share_right,
-)
+from trainer_lib.recipes.texts import answers
 from trainer_lib.recipes.texts.tokenizing import decode_tokens
 
 if TYPE_CHECKING:
@@ -52,15 +42,15 @@ if TYPE_CHECKING:
 NAMES = ["chosen", "rejected"]
 
 
-class PreferredPairs(AnsweredPrompts):
+class PreferredPairs(answers.AnsweredPrompts):
     """The rows of a table by split: a prompt, the answer that is preferred, and the other one."""
 
-    answers = ("chosen", "rejected")
+    answer_options = ("chosen", "rejected")
     label_option = "chosen"
     reserved: Sequence[str] = ("labels", "row_id", "reference_chosen", "reference_rejected")
     defaults: Mapping[str, Any] = {
-        **ANSWERED,
-        **REFERENCE,
+        **answers.ANSWERED,
+        **answers.REFERENCE,
         "chosen": "chosen",  # column with the answers that are preferred
         "rejected": "rejected",  # column with the other answers
     }
@@ -128,17 +118,17 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 
     Raises ConfigError: transformers cannot load it, it is not that of prepare, or a setting has no sense.
     """
-    chosen = choose(options, {**POLICY, "loss": "sigmoid"}, field="train.model")  # of DPO; or orpo
+    chosen = choose(options, {**answers.POLICY, "loss": "sigmoid"}, field="train.model")  # of DPO; or orpo
     require_choice(chosen["loss"], LOSSES, field="train.model.loss")
-    return build_policy(chosen, data, "loss")
+    return answers.build_policy(chosen, data, "loss")
 
 
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch of `collate_answers`: answers ``[2 rows, tokens]``, the chosen ones first."""
-    return collate_answers(rows, data, NAMES)
+    return answers.collate_answers(rows, data, NAMES)
 
 
-class Trainer(PolicyTrainer):
+class Trainer(answers.PolicyTrainer):
     """A Trainer that compares the answers of a pair, and generates one for a prompt that has none."""
 
     @override
@@ -172,10 +162,10 @@ def compute_metrics(evaluation: EvalPrediction) -> dict[str, float]:
     the answers ``[rows, 4]``: log-probabilities by the reference, which prefers what is more probable, and lengths.
     """
     rewards, known = np.asarray(evaluation.predictions, np.float64), evaluation.label_ids[1]
-    shares = map(share_right, (rewards, known[:, :2], known[:, 2:], evaluation.whole_labels[1][:, 2:]))
+    shares = map(answers.share_right, (rewards, known[:, :2], known[:, 2:], evaluation.whole_labels[1][:, 2:]))
     chosen, rejected = map(float, rewards.mean(axis=0))
     means = {"reward_margin": chosen - rejected, "chosen_reward": chosen, "rejected_reward": rejected}
-    return {**beside_rules("accuracy", *shares), **means}
+    return {**answers.beside_rules("accuracy", *shares), **means}
 
 
 def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Sequence[Any]]:

@@ -34,9 +34,10 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.mixture import SOURCE
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.causal_language_modeling import Trainer, describe_likelihoods
+from trainer_lib.recipes.causal_language_modeling import Trainer
 from trainer_lib.recipes.causal_language_modeling import build_model as build_text_model
 from trainer_lib.recipes.causal_language_modeling import compute_metrics as measure_texts
+from trainer_lib.recipes.causal_language_modeling import prediction_columns as describe_texts
 from trainer_lib.recipes.shared.model_places import ENDS, require_positions
 from trainer_lib.recipes.shared.recipe_options import PathOptions, choose, require_choice
 from trainer_lib.recipes.tables.table_files import note_form
@@ -288,7 +289,7 @@ def prediction_columns(predictions: np.ndarray, data: DataInfo) -> dict[str, Seq
     if predictions.dtype.kind in "iu":
         return {"answer": decode_tokens(predictions, data)}
     _, targets, right = predictions.astype(np.float64).T
-    return {**describe_likelihoods(predictions), "token_accuracy": right / np.maximum(targets, 1)}
+    return {**describe_texts(predictions[:, :2], data), "token_accuracy": right / np.maximum(targets, 1)}
 
 
 def after_evaluate(model: nn.Module, data: DataInfo, options: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -66,7 +66,7 @@ _TOGETHER = 16  # answers that the reference scores at a time
 class AnsweredPrompts(TextRows):
     """The rows of a table by split: a prompt, and answers to it."""
 
-    answers: tuple[str, ...] = ()
+    answer_options: tuple[str, ...] = ()
     """The options that name the columns with answers."""
     needs_prompt = True
 
@@ -82,7 +82,7 @@ class AnsweredPrompts(TextRows):
 
     @override
     def _readers(self) -> dict[str, Reader]:
-        turns = {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answers)}
+        turns = {self.options[name]: partial(self._read_turns, name) for name in ("prompt", *self.answer_options)}
 
         def read_context(value: Any, where: str) -> str | None:
             return json.dumps(value) if isinstance(value, list | tuple) else read_exact_text(value, where)
@@ -105,7 +105,7 @@ class AnsweredPrompts(TextRows):
         if lacks and self.needs_prompt and not self.is_chat:
             remedy = f"Name their column: {FIELD}.prompt=NAME. Or give lists of turns, which begin with the prompt."
             raise DataError("The data has no prompts.", field=f"{FIELD}.prompt", remedy=remedy)
-        self.text_options = self.answers if lacks else ("prompt", *self.answers)
+        self.text_options = self.answer_options if lacks else ("prompt", *self.answer_options)
         return super()._features()
 
     def read_texts(self) -> dict[str, list[str]]:
@@ -114,7 +114,7 @@ class AnsweredPrompts(TextRows):
         columns = columns if "prompt" in self.text_options else [[""] * len(self.table), *columns]
         if self.is_chat:
             columns = split_prompts(*columns, places=self.table.places)
-        return dict(zip(("prompt", *self.answers), columns, strict=True))
+        return dict(zip(("prompt", *self.answer_options), columns, strict=True))
 
     @cached_property
     def context(self) -> dict[str, list[str]]:
@@ -143,7 +143,7 @@ class AnsweredPrompts(TextRows):
             tokenizer = find_template(chosen, (str(turn.get("content")) for turn in turns), out).tokenizer
         else:
             tokenizer = find_tokenizer(chosen, train, out, of_bytes=True)
-        names = {name: chosen[name] for name in ("prompt", *self.answers)}
+        names = {name: chosen[name] for name in ("prompt", *self.answer_options)}
         known = [*names.values(), *(CONTEXT if self.is_chat else ())]
         needed = {chosen["prompt"]: "exact"} if "prompt" in self.text_options else {}
         out.info.update(
