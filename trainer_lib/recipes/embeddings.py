@@ -112,7 +112,6 @@ class TextsToFind(TextRows):
 
     text_options = ("query", "positive")
     label_option = "positive"
-    reserved = ("labels", "row_id")
     defaults: Mapping[str, Any] = {
         **TEXTS,
         "query": "query",  # column with the queries

@@ -62,15 +62,15 @@ def find_image_settings(place: str, *, field: str) -> ImageSettings:
         given = config.get("pretrained_cfg")
         if not _is_of_timm(config) or not isinstance(given, Mapping):
             raise model_places.no_model(place, error, field=field) from error
-        sides = dict(zip(("height", "width"), (given.get("input_size") or ())[1:], strict=False))
-        settings = {"size": sides, "image_mean": given.get("mean"), "image_std": given.get("std")}
+        size = dict(zip(("height", "width"), (given.get("input_size") or ())[1:], strict=False))
+        settings = {"size": size, "image_mean": given.get("mean"), "image_std": given.get("std")}
     sides = settings.get("crop_size") or settings.get("size") or {}
     if isinstance(sides, int):
         sides = {"height": sides, "width": sides}
     edge = sides.get("shortest_edge")
-    size = [int(side) for side in (sides.get("height", edge), sides.get("width", edge)) if side is not None]
+    pixels = [int(side) for side in (sides.get("height", edge), sides.get("width", edge)) if side is not None]
     mean, spread = ([float(value) for value in settings.get(name) or ()] for name in ("image_mean", "image_std"))
-    return size if len(size) == 2 else None, (mean, spread) if mean and spread else None
+    return pixels if len(pixels) == 2 else None, (mean, spread) if mean and spread else None
 
 
 def _read_config(place: str) -> Mapping[str, Any]:
