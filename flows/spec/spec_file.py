@@ -240,7 +240,7 @@ def _describe(key: str, model: type[BaseModel]) -> str:
     for name in key.split("."):
         # An optional section is a union with None; one that is a dataclass has its fields under the other name.
         found = (getattr(kind, "model_fields", None) or getattr(kind, "__pydantic_fields__", {}) for kind in kinds)
-        field = next((fields[name] for fields in found if name in fields), None)
+        field: Any = next((fields[name] for fields in found if name in fields), None)
         if field is None:
             return "Correct the value."
         kinds = [field.annotation, *getattr(field.annotation, "__args__", ())]
