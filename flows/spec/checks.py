@@ -232,7 +232,7 @@ def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
 
 def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section: str) -> None:
     """Check arguments, and what is in the files that some of them name."""
-    from trainer_lib.arguments.io import read_mapping
+    from trainer_lib.arguments.coerce import read_mapping
     from trainer_lib.arguments.validation import FILE_FIELDS
 
     prefix = f"{section}.args"

@@ -1,4 +1,4 @@
-"""Convert a value from YAML, JSON or the command line to a field's declared type, or say why that is impossible.
+"""Convert a value from YAML, JSON or the command line to a field's declared type, and back to plain JSON values.
 
 `"1e-3"` becomes a float for a float, `"true"` a bool for a bool, `"none"` None where None is allowed, and YAML's
 `no` (which YAML 1.1 reads as False) the text "no" where that is one of the choices. Nothing else is guessed: 8.5 is
@@ -43,10 +43,10 @@ def coerce(value: Any, hint: Any, *, field: str) -> Any:
     kind = origin if isinstance(origin, type) else hint
     if not isinstance(kind, type):
         return value
-    return _plain(value, kind, hint, field)
+    return _of_class(value, kind, hint, field)
 
 
-def _plain(value: Any, kind: type, hint: Any, field: str) -> Any:
+def _of_class(value: Any, kind: type, hint: Any, field: str) -> Any:
     simple: dict[type, Callable[[Any, str], Any]] = {bool: _bool, int: _int, float: _float, str: _str}
     if kind in simple:
         return simple[kind](value, field)
@@ -225,6 +225,28 @@ def read_json_mapping(text: str, *, field: str) -> dict[str, Any]:
     return {key: _typed(value) for key, value in found.items()}
 
 
+def read_mapping(path: Path, *, field: str) -> dict[str, Any]:
+    """The mapping in a JSON (`.json`) or YAML (any other suffix) file, which `field` names. Raises ConfigError."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
+        what = f"The file cannot be read: {reason}."
+        raise ConfigError(what, field=field, value=str(path), remedy="Check the path.") from None
+    from trainer_lib.base.yaml_text import parse_yaml  # costs 20 ms, and few runs have such a file
+
+    try:
+        values = parse_json(text) if path.suffix == ".json" else parse_yaml(text)
+    except ValueError as error:
+        what = f"The file cannot be parsed: {' '.join(str(error).split())}."
+        raise ConfigError(what, field=field, value=str(path), remedy="Correct the file.") from None
+    # YAML also takes numbers and dates as keys.
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        what = f"The file holds no mapping of names to values, but {type(values).__name__}."
+        raise ConfigError(what, field=field, value=str(path), remedy="Write one `name: value` per line.")
+    return values
+
+
 def _typed(value: Any) -> Any:
     """Quotes around everything are a habit of shells: "true" and "2" mean the truth value and the number."""
     if isinstance(value, dict):
@@ -299,3 +321,23 @@ def check_bounds(name: str, value: Any, declared: Declaration) -> None:
         if choices and type(word) is not bool and isinstance(word, str | int | float) and word not in choices:
             remedy = suggestion(str(word), [str(choice) for choice in choices])
             raise ConfigError("This is not one of the choices.", field=name, value=word, remedy=remedy)
+
+
+def plain(value: Any) -> Any:
+    """Return `value` as plain JSON values: an object with `to_dict` through that method, any other as its text."""
+    if isinstance(value, Enum):
+        return value.value
+    if isinstance(value, Unset):
+        return int(value)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if isinstance(value, Mapping):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [plain(item) for item in value]
+    convert = getattr(value, "to_dict", None)
+    if callable(convert) and not isinstance(value, type):
+        return plain(convert())
+    # "float32", as transformers writes it and `torch_dtype=` reads it; torch itself prints "torch.float32".
+    is_dtype = type(value).__module__ == "torch" and type(value).__name__ == "dtype"
+    return str(value).removeprefix("torch.") if is_dtype else str(value)

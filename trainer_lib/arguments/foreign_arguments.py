@@ -29,13 +29,12 @@ from enum import Enum
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trainer_lib.arguments import io
+from trainer_lib.arguments.coerce import read_mapping
 from trainer_lib.arguments.fields import declarations, field_map
 from trainer_lib.arguments.training import Seq2SeqTrainingArguments, TrainingArguments, constructor_names
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
-_PACKAGE = "transformers"
 _NAMES = ("Seq2SeqTrainingArguments", "TrainingArguments")  # the more specific one first
 _REMEDY = "Give trainer_lib.TrainingArguments, or the TrainingArguments of transformers."
 _TRUE = ("1", "true", "yes", "on")
@@ -66,7 +65,8 @@ def adopt_arguments(args: Any) -> TrainingArguments:
     if isinstance(args, Mapping):
         remedy = "Give TrainingArguments.from_dict(values)."
         raise ConfigError("The arguments are a mapping.", field="args", value=type(args).__name__, remedy=remedy)
-    base = _base(type(args))
+    parents = (parent for parent in type(args).__mro__ if parent.__module__.partition(".")[0] == "transformers")
+    base: Any = next((parent for parent in parents if parent.__name__ in _NAMES), None)
     if base is None or isinstance(args, type):
         raise _refusal(args)
     usual = base(output_dir="trainer_output", use_cpu=args.use_cpu)
@@ -87,14 +87,6 @@ def adopt_arguments(args: Any) -> TrainingArguments:
         if not isinstance(getattr(type(adopted), name, None), property):
             object.__setattr__(adopted, name, value)
     return adopted
-
-
-def _base(cls: type) -> Any:
-    """The class of transformers that `cls` is, or is derived from; None for any other class."""
-    for parent in cls.__mro__:
-        if parent.__name__ in _NAMES and parent.__module__.partition(".")[0] == _PACKAGE:
-            return parent
-    return None
 
 
 def _refusal(args: Any) -> ConfigError:
@@ -147,27 +139,21 @@ def _asked(args: Any, usual: Any, target: type) -> dict[str, Any]:
     asked: dict[str, Any] = {}
     for field in dataclasses.fields(usual):
         value = getattr(args, field.name)
-        given = _difference(_plain(value), _plain(getattr(usual, field.name)))
-        if given is None:
+        own, theirs = _plain(value), _plain(getattr(usual, field.name))
+        if isinstance(own, dict) and isinstance(theirs, dict):
+            own, theirs = {key: own[key] for key in own if key not in theirs or own[key] != theirs[key]}, {}
+        if own == theirs:
             continue
         if field.name not in known:
             remedy = suggestion(field.name, known, listing=False)
             raise ConfigError("trainer_lib has no argument of this name.", field=field.name, value=value, remedy=remedy)
-        asked[field.name] = given[0]
+        asked[field.name] = own
     if args.use_cpu:
         asked["use_cpu"] = True  # `usual` has it too, because it decides what else is usual
     sharding = asked.get("fsdp_config") or {}
     if asked.get("fsdp") is True and not any(sharding.get(key) for key in ("auto_wrap_policy", "min_num_params")):
         asked["fsdp"] = "full_shard auto_wrap"  # there, layers are wrapped unless a policy says otherwise
     return asked
-
-
-def _difference(value: Any, usual: Any) -> tuple[Any] | None:
-    """The part of a value that is not the usual one, in a tuple; None when all of it is."""
-    if isinstance(value, dict) and isinstance(usual, dict):
-        changed = {key: member for key, member in value.items() if key not in usual or member != usual[key]}
-        return (changed,) if changed else None
-    return None if value == usual else (value,)
 
 
 def _plain(value: Any) -> Any:
@@ -200,7 +186,7 @@ def apply_launcher(args: TrainingArguments, environ: Mapping[str, str] | None = 
         return args
     args = copy.copy(args)
     for setting in settings:
-        setattr(args, setting.name, _merged(setting, getattr(args, setting.name), _default(args, setting.name)))
+        setattr(args, setting.name, _merged(setting, args))
     args.validate()
     return args
 
@@ -216,7 +202,7 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
     parsed, merged = TrainingArguments.from_dict(given, prefix=prefix), dict(given)
     try:
         for setting in settings:
-            merged[setting.name] = _merged(setting, getattr(parsed, setting.name), _default(parsed, setting.name))
+            merged[setting.name] = _merged(setting, parsed)
     except ConfigError as error:
         error.field = f"{prefix}.{error.field}" if prefix else error.field
         raise
@@ -298,7 +284,6 @@ def _fsdp(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
 
 
 def _fsdp_words(environ: Mapping[str, str]) -> Iterator[str]:
-    """The words of the `fsdp` argument."""
     name = "FSDP_SHARDING_STRATEGY"
     text = environ.get(name, "FULL_SHARD").upper()
     if text.isdigit() and 1 <= int(text) <= len(_SHARDING):
@@ -340,12 +325,10 @@ def _deepspeed(environ: Mapping[str, str]) -> LauncherSetting:
     return LauncherSetting("deepspeed", config, f"{prefix}ZERO_STAGE")
 
 
-def _default(args: TrainingArguments, name: str) -> Any:
-    return {"fsdp": "", "fsdp_config": None}.get(name, field_map(args)[name].default)
-
-
-def _merged(setting: LauncherSetting, given: Any, default: Any) -> Any:
+def _merged(setting: LauncherSetting, args: TrainingArguments) -> Any:
     """The one value of a setting that both may give."""
+    given = getattr(args, setting.name)
+    default = {"fsdp": "", "fsdp_config": None}.get(setting.name, field_map(args)[setting.name].default)
     if setting.name == "fsdp":  # the modes must agree; offload and auto_wrap add up
         words, theirs = given.split() if isinstance(given, str) else list(given or []), setting.value.split()
         if any(word in _WAYS and word not in theirs for word in words):
@@ -357,7 +340,7 @@ def _merged(setting: LauncherSetting, given: Any, default: Any) -> Any:
         if isinstance(given, str) and isinstance(setting.value, str):
             raise _contradiction(setting.name, given, setting.value, setting.source)
         ours, theirs = (
-            io.read_mapping(Path(value), field=setting.name) if isinstance(value, str) else value
+            read_mapping(Path(value), field=setting.name) if isinstance(value, str) else value
             for value in (given, setting.value)
         )
         return _merged_mappings(ours, theirs, setting.name, setting.source)
@@ -401,6 +384,5 @@ def _number(name: str, text: str, kind: type[int] | type[float]) -> int | float:
     try:
         return kind(text)
     except ValueError:
-        raise ConfigError(
-            "This is not a number.", field=f"environment variable {name}", value=text, remedy="Correct it, or unset it."
-        ) from None
+        field, remedy = f"environment variable {name}", "Correct it, or unset it."
+        raise ConfigError("This is not a number.", field=field, value=text, remedy=remedy) from None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.arguments.coerce import plain
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings, total_batch_size
 from trainer_lib.arguments.configs.deepspeed_config import read
 from trainer_lib.arguments.enums import SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Affects, declarations, field_map
-from trainer_lib.arguments.io import plain
 from trainer_lib.base.paths import expand_home
 
 if TYPE_CHECKING:

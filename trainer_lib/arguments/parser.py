@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 
 from typing_extensions import override
 
-from trainer_lib.arguments import compat, io
-from trainer_lib.arguments.coerce import NONE_WORDS, check_bounds, coerce
+from trainer_lib.arguments import compat
+from trainer_lib.arguments.coerce import NONE_WORDS, check_bounds, coerce, read_mapping
 from trainer_lib.arguments.fields import Declaration, declarations, field_hints
 from trainer_lib.arguments.training import TrainingArguments, constructor_names
 from trainer_lib.base.json_text import parse_json
@@ -89,13 +89,14 @@ class ArgumentParser(argparse.ArgumentParser):
             ConfigError: an argument is wrong, and `exit_on_error` is False.
         """
         try:
-            words = _from_files(
-                list(sys.argv[1:] if args is None else args), look_for_args_file, args_filename, args_file_flag
-            )
+            words = list(sys.argv[1:] if args is None else args)
+            words = _from_files(words, look_for_args_file, args_filename, args_file_flag)
             namespace, remaining = self.parse_known_args(words)
             if remaining and not return_remaining_strings:
                 raise _unknown(remaining[0], [option for action in self._actions for option in action.option_strings])
-            outputs = self._instances(vars(namespace))
+            values = vars(namespace)
+            outputs = self._instances(values)
+            outputs += [argparse.Namespace(**values)] if values else []
         except argparse.ArgumentError as error:
             # argparse flattens what a type function raises into text; our error with its fields is the context.
             refusal = error.__context__
@@ -123,24 +124,26 @@ class ArgumentParser(argparse.ArgumentParser):
             if len(self._actions) <= _SHORT_USAGE:
                 super().error(message)
             # A screen full of options would hide the error.
-            self.exit(
-                2, f"usage: {self.prog} [--name value ...]   (--help lists them)\n{self.prog}: error: {message}\n"
-            )
+            usage = f"usage: {self.prog} [--name value ...]   (--help lists them)"
+            self.exit(2, f"{usage}\n{self.prog}: error: {message}\n")
         raise ConfigError(f"{message}.", remedy="See --help.")
 
     def _instances(self, values: dict[str, Any]) -> list[DataClass]:
+        """Make the instances, and remove from `values` what they took."""
         outputs: list[DataClass] = []
         for cls in self.dataclass_types:
-            names = {field.name for field in _init_fields(cls)}
-            if issubclass(cls, TrainingArguments):
-                # Old names are not fields: the class translates them when it is called.
-                names |= {name for name in compat.OLD_NAMES if name in values}
-            given = {name: values.pop(name) for name in names if name in values}
-            hints = field_hints(cls)
-            unset = [field.name for field in _init_fields(cls) if _default(field) is dataclasses.MISSING]
-            outputs.append(cls(**{name: False for name in unset if hints.get(name) is bool} | given))
-        if values:
-            outputs.append(argparse.Namespace(**values))
+            fields = {field.name: field for field in _init_fields(cls)}
+            # Old names are not fields: the class translates them when it is called.
+            old = set(compat.OLD_NAMES) if issubclass(cls, TrainingArguments) else set()
+            given = {name: values.pop(name) for name in list(values) if name in fields or name in old}
+            hints, declared = field_hints(cls), declarations(cls)
+            for name, field in fields.items():
+                if name in given:
+                    given[name] = _checked(name, hints.get(name, Any), declared[name], given[name])
+                elif _default(field) is dataclasses.MISSING:
+                    what = f"{cls.__name__} needs this argument."
+                    raise ConfigError(what, field=name, value="none", remedy="Give it.")
+            outputs.append(cls(**given))
         return outputs
 
     def parse_dict(self, args: Mapping[str, Any], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
@@ -154,21 +157,7 @@ class ArgumentParser(argparse.ArgumentParser):
             ConfigError: a name is not a field (unless allowed), or a value is refused.
         """
         unused = dict(args)
-        outputs: list[DataClass] = []
-        for cls in self.dataclass_types:
-            fields = {field.name: field for field in _init_fields(cls)}
-            old = set(compat.OLD_NAMES) if issubclass(cls, TrainingArguments) else set()
-            given = {name: unused.pop(name) for name in args if name in fields or name in old}
-            hints, declared = field_hints(cls), declarations(cls)
-            for name, value in given.items():
-                if name in fields:
-                    given[name] = _checked(name, hints.get(name, Any), declared[name], value)
-            for name, field in fields.items():
-                if _default(field) is dataclasses.MISSING and name not in given:
-                    raise ConfigError(
-                        f"{cls.__name__} needs this argument.", field=name, value="none", remedy="Give it."
-                    )
-            outputs.append(cls(**given))
+        outputs = self._instances(unused)
         if unused and not allow_extra_keys:
             names = [field.name for cls in self.dataclass_types for field in _init_fields(cls)]
             raise _unknown(next(iter(unused)), names)
@@ -176,11 +165,11 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def parse_json_file(self, json_file: str | PathLike[str], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         """Apply `parse_dict` to a JSON file."""
-        return self.parse_dict(io.read_mapping(Path(json_file), field="json_file"), allow_extra_keys)
+        return self.parse_dict(read_mapping(Path(json_file), field="json_file"), allow_extra_keys)
 
     def parse_yaml_file(self, yaml_file: str | PathLike[str], allow_extra_keys: bool = False) -> tuple[DataClass, ...]:
         """Apply `parse_dict` to a YAML file."""
-        return self.parse_dict(io.read_mapping(Path(yaml_file), field="yaml_file"), allow_extra_keys)
+        return self.parse_dict(read_mapping(Path(yaml_file), field="yaml_file"), allow_extra_keys)
 
 
 HfArgumentParser = ArgumentParser
@@ -224,9 +213,10 @@ def _add_field(group: Any, field: dataclasses.Field[Any], hint: Any, declared: D
     options += [aliases] if isinstance(aliases, str) else aliases
     default = _default(field)
     settings: dict[str, Any] = {"dest": field.name, "help": _help(field, hint, declared, default)}
-    settings["default"] = argparse.SUPPRESS  # the dataclass itself fills what is not given
     # As in the reference: a flag without a default is false when it is not given.
-    settings["required"] = default is dataclasses.MISSING and hint is not bool
+    is_flag = hint is bool and default is dataclasses.MISSING
+    settings["default"] = False if is_flag else argparse.SUPPRESS  # the dataclass itself fills what is not given
+    settings["required"] = default is dataclasses.MISSING and not is_flag
     kinds = _kinds(hint)
     parse = _parser(field.name, hint, declared)
     lists = any(typing.get_origin(kind) in (list, tuple, set) or kind in (list, tuple, set) for kind in kinds)

@@ -1,6 +1,6 @@
 """`TrainingArguments`: every argument of a training run, flat, inert and checked.
 
-The fields live in small groups (one file each) and are inherited, so that subclassing as a dataclass,
+The fields live in groups and are inherited, so that subclassing as a dataclass,
 `dataclasses.fields`, `dataclasses.replace` and assignment after construction work as for any dataclass. Construction
 touches no device, no environment variable and no disk; properties such as `device` look only when they are read.
 """
@@ -20,14 +20,16 @@ from typing import TYPE_CHECKING, Any, Self
 
 from typing_extensions import override
 
-from trainer_lib.arguments import compat, io
+from trainer_lib.arguments import compat
+from trainer_lib.arguments.coerce import plain, read_mapping
 from trainer_lib.arguments.enums import HubStrategy, IntervalStrategy, OptimizerNames, SaveStrategy, SchedulerType
-from trainer_lib.arguments.fields import nothing, weights
+from trainer_lib.arguments.fields import declarations, field_map, nothing, weights
 from trainer_lib.arguments.groups import Seq2SeqArguments
 from trainer_lib.arguments.members import ArgumentMembers, fill_accelerate_state
 from trainer_lib.arguments.validation import validate
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
+from trainer_lib.secrets import is_secret, mask, mask_value
 
 
 class ArgumentSetters(ArgumentMembers):
@@ -335,19 +337,33 @@ class TrainingArguments(ArgumentSetters, metaclass=_Translating):
     def from_file(cls, path: str | PathLike[str]) -> Self:
         """Make arguments from a JSON or YAML file. Raises ConfigError, whose field is `<file name>.<name>`."""
         file = Path(path)
-        return cls.from_dict(io.read_mapping(file, field="file"), prefix=file.name)
+        return cls.from_dict(read_mapping(file, field="file"), prefix=file.name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return every argument as plain JSON values: enums by value, tokens masked."""
-        return io.to_dict(self)
+        """Return every argument as plain JSON values: enums by value, dtypes by name, secrets as `<NAME>`."""
+        out: dict[str, Any] = {}
+        declared = declarations(type(self))
+        for name, field in field_map(self).items():
+            if not field.init:  # the constructor, which reads this back, does not take it
+                continue
+            value = getattr(self, name)
+            # A subclass's field may hold a secret without declaring it, so its name counts too.
+            is_named = not isinstance(value, Mapping) and is_secret(name, value)
+            is_hidden = is_named or (declared[name].secret and value is not None)
+            out[name] = f"<{name.upper()}>" if is_hidden else plain(value)
+        return out
 
     def to_json_string(self) -> str:
         """Return `to_dict` as indented JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
     def to_sanitized_dict(self) -> dict[str, Any]:
-        """Return `to_dict` for trackers that accept only numbers, truth values and texts."""
-        return io.to_sanitized_dict(self)
+        """Return `to_dict` and the process's batch sizes; what is neither a number nor a truth value becomes text."""
+        sizes = {"train_batch_size": self.train_batch_size, "eval_batch_size": self.eval_batch_size}
+        shown = {name: mask_value(name, value) for name, value in {**self.to_dict(), **sizes}.items()}
+        # A text may be a URL with a password in it.
+        texts = {name: mask(str(value)) for name, value in shown.items() if not isinstance(value, bool | int | float)}
+        return {**shown, **texts}
 
 
 @dataclass

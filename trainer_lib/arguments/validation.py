@@ -335,16 +335,8 @@ def _check_mappings(args: ArgumentGroups) -> None:
         if isinstance(value, str) and not value.strip():
             what = "This is neither a mapping nor the name of a file."
             raise ConfigError(what, field=name, value='""', remedy="Remove it.")
-    config = args.accelerator_config
-    if isinstance(config, dict):
-        refuse_unknown(config)
-        if "num_steps" in (config.get("gradient_accumulation_kwargs") or {}):
-            what, place = (
-                "Its num_steps contradicts gradient_accumulation_steps.",
-                "gradient_accumulation_kwargs.num_steps",
-            )
-            remedy = "Remove it; set gradient_accumulation_steps."
-            raise ConfigError(what, field="accelerator_config", value=place, remedy=remedy)
+    if isinstance(args.accelerator_config, dict):
+        refuse_unknown(args.accelerator_config)
     if not isinstance(args.fsdp_config, str):
         read_settings(args)
     check_layout(args)

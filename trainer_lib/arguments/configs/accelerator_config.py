@@ -24,13 +24,12 @@ these numbers asks here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from trainer_lib.arguments.coerce import coerce
-from trainer_lib.arguments.io import read_mapping
+from trainer_lib.arguments.coerce import coerce, read_mapping
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 
@@ -38,19 +37,15 @@ if TYPE_CHECKING:
     from trainer_lib.arguments.groups import ArgumentGroups
 
 
-#: The settings of the reference's `AcceleratorConfig`.
-ACCELERATOR_KEYS = (
-    *("split_batches", "dispatch_batches", "even_batches", "use_seedable_sampler", "non_blocking"),
-    *("gradient_accumulation_kwargs", "use_configured_state"),
-)
-#: What each setting means when it is not given.
-_USUAL: Mapping[str, Any] = {
-    **dict.fromkeys(("split_batches", "use_configured_state"), False),
-    **dict.fromkeys(("dispatch_batches", "gradient_accumulation_kwargs"), None),
-    **dict.fromkeys(("even_batches", "use_seedable_sampler", "non_blocking"), True),
-}
 _FIELD = "accelerator_config"
 _ACCUMULATION = "gradient_accumulation_kwargs"
+#: The settings of the reference's `AcceleratorConfig`, and what they mean when they are not given.
+ACCELERATOR_KEYS: Mapping[str, Any] = {
+    **dict.fromkeys(("split_batches", "use_configured_state"), False),
+    **dict.fromkeys(("dispatch_batches", _ACCUMULATION), None),
+    **dict.fromkeys(("even_batches", "use_seedable_sampler", "non_blocking"), True),
+}
+_ACCUMULATION_KEYS = ("sync_each_batch", "adjust_scheduler", "sync_with_dataloader")
 # Settings that are supported with one value only: (that value, the reason, the alternative).
 _ONLY: Mapping[str, tuple[bool, str, str]] = {
     "dispatch_batches": (
@@ -80,12 +75,12 @@ class AcceleratorConfig(dict[str, Any]):
     """The settings that were given; each setting is an attribute too, with its usual value when it was not given."""
 
     def __getattr__(self, name: str) -> Any:
-        if name not in _USUAL:
+        if name not in ACCELERATOR_KEYS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return self.get(name, _USUAL[name])
+        return self.get(name, ACCELERATOR_KEYS[name])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        refuse_unknown([name])
+        refuse_unknown({name: value})
         self[name] = value
 
     @classmethod
@@ -95,7 +90,7 @@ class AcceleratorConfig(dict[str, Any]):
 
     def to_dict(self) -> dict[str, Any]:
         """Return every setting, given or not."""
-        return {**_USUAL, **self}
+        return {**ACCELERATOR_KEYS, **self}
 
 
 @dataclass(frozen=True)
@@ -113,12 +108,8 @@ class BatchSettings:
         values = dict(AcceleratorConfig.from_file(config) if isinstance(config, str) else config or {})
         refuse_unknown(values)
         # Taken apart, so that its settings are checked under their dotted names like the others.
-        group = values.pop(_ACCUMULATION, None) or {}
-        if not isinstance(group, Mapping):
-            remedy = "Give a mapping."
-            raise ConfigError("This is not a mapping.", field=f"{_FIELD}.{_ACCUMULATION}", value=group, remedy=remedy)
-        flags = {name: _flag(name, value) for name, value in values.items()}
-        flags |= {f"{_ACCUMULATION}.{name}": _accumulation_flag(name, value) for name, value in group.items()}
+        values |= {f"{_ACCUMULATION}.{name}": value for name, value in (values.pop(_ACCUMULATION, None) or {}).items()}
+        flags = {name: coerce(value, bool | None, field=f"{_FIELD}.{name}") for name, value in values.items()}
         for name, (served, why, remedy) in _ONLY.items():
             if flags.get(name) not in (None, served):
                 what = f"This setting is not supported: {why}"
@@ -150,29 +141,24 @@ class BatchSettings:
             raise ConfigError(what, field=f"{_FIELD}.use_configured_state", value=True, remedy=remedy)
 
 
-def refuse_unknown(names: Iterable[object]) -> None:
-    """Raise ConfigError for a name that is not a setting."""
-    for name in names:
+def refuse_unknown(values: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a name that is not a setting, also of gradient_accumulation_kwargs."""
+    for name in values:
         if name not in ACCELERATOR_KEYS:
             remedy = suggestion(str(name), ACCELERATOR_KEYS)
             raise ConfigError("No setting has this name.", field=_FIELD, value=str(name), remedy=remedy)
-
-
-def _flag(name: str, value: Any) -> bool | None:
-    flag: bool | None = coerce(value, bool | None, field=f"{_FIELD}.{name}")
-    return flag
-
-
-def _accumulation_flag(name: str, value: Any) -> bool | None:
-    field = f"{_FIELD}.{_ACCUMULATION}.{name}"
-    # Validation refuses it as well, but only in a mapping: a file is read here for the first time.
-    if name == "num_steps":
-        remedy = "Remove it; set gradient_accumulation_steps."
-        raise ConfigError("This contradicts gradient_accumulation_steps.", field=field, value=value, remedy=remedy)
-    known = ("sync_each_batch", "adjust_scheduler", "sync_with_dataloader")
-    if name not in known:
-        raise ConfigError("No setting has this name.", field=field, value=value, remedy=suggestion(str(name), known))
-    return _flag(f"{_ACCUMULATION}.{name}", value)
+    group = values.get(_ACCUMULATION) or {}
+    field = f"{_FIELD}.{_ACCUMULATION}"
+    if not isinstance(group, Mapping):
+        raise ConfigError("This is not a mapping.", field=field, value=group, remedy="Give a mapping.")
+    for name, value in group.items():
+        if name == "num_steps":
+            remedy = "Remove it; set gradient_accumulation_steps."
+            what = "This contradicts gradient_accumulation_steps."
+            raise ConfigError(what, field=f"{field}.{name}", value=value, remedy=remedy)
+        if name not in _ACCUMULATION_KEYS:
+            remedy = suggestion(str(name), _ACCUMULATION_KEYS)
+            raise ConfigError("No setting has this name.", field=f"{field}.{name}", value=value, remedy=remedy)
 
 
 def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments import io
+from trainer_lib.arguments.coerce import read_mapping
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings, micro_batch_size, total_batch_size
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.base.paths import expand_home
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _STACK = 10  # of a warning: the line that makes the arguments
 AUTO = "auto"
-REMEDY = 'Remove one of them, or write "auto" in the file.'
+_NO_VALUE = "No value follows from the model or the arguments here."
 #: Settings of a schedule whose "auto" follows from the arguments and the length of training.
 AUTOMATIC = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
 #: Key -> the argument that it follows from. A value in the file must be equal, or "auto".
@@ -155,18 +155,18 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
     with both values.
     """
     config = read(args.deepspeed)
-    check_keys("", config, (*MAPPED, *PASSED), REFUSED)
+    _check_keys("", config, (*MAPPED, *PASSED), REFUSED)
     for name, why, remedy in _UNSERVED:
         if getattr(args, name):
             what = f"This is not supported together with deepspeed: {why}"
             raise ConfigError(what, field=name, value=True, remedy=f"Remove {remedy}.")
     resolved: dict[str, Any] = {}
     _batches(args, config, data_parallel_size)
-    zero = _zero(part_of(config, "zero_optimization"))
+    zero = _zero(_part_of(config, "zero_optimization"))
     precision, sections = _precision(args, config, resolved)
-    clipping = resolve_setting(args, config, "gradient_clipping", "max_grad_norm", resolved)
-    compiled = _optimizer(args, part_of(config, "optimizer"), resolved, offloaded=zero.get("offload_optimizer"))
-    schedule = _schedule(args, part_of(config, "scheduler"), resolved)
+    clipping = _resolve_setting(args, config, "gradient_clipping", "max_grad_norm", resolved)
+    compiled = _optimizer(args, _part_of(config, "optimizer"), resolved, offloaded=zero.get("offload_optimizer"))
+    schedule = _schedule(args, _part_of(config, "scheduler"), resolved)
     sections.update({name: config[name] for name in PASSED if name in config})
     if zero["stage"]:
         name = str(resolved.get("optim", args.optim))
@@ -178,8 +178,8 @@ def plan(args: ArgumentGroups, *, data_parallel_size: int | None = None) -> Zero
         precision=precision,
         automatic=tuple(name for name in ZERO_AUTO if zero.get(name) == AUTO),
         zero={name: value for name, value in zero.items() if value != AUTO},
-        offload_optimizer=_device(zero, "offload_optimizer"),
-        offload_param=_device(zero, "offload_param"),
+        offload_optimizer=zero.get("offload_optimizer", {}).get("device"),
+        offload_param=zero.get("offload_param", {}).get("device"),
         compiled_adam=compiled,
         schedule=schedule,
         clipping=clipping,
@@ -193,7 +193,7 @@ def read(given: Any) -> dict[str, Any]:
     """Return a configuration: a copy of a mapping, or the content of a file. Raises ConfigError when it has none."""
     if isinstance(given, Mapping):
         return copy.deepcopy(dict(given))
-    return io.read_mapping(expand_home(str(given)), field="deepspeed")
+    return read_mapping(expand_home(str(given)), field="deepspeed")
 
 
 def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size: int | None) -> None:
@@ -214,13 +214,12 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size
         written = config.get(key)
         if written in (None, AUTO) or value is None or written == value:
             continue
+        argument, remedy = BATCH_KEYS[key], f"Remove it, and give {BATCH_KEYS[key]}."
         if key == "train_batch_size" and not args.global_batch_size:
-            shown = f"{micro} x {accumulation} x {data_parallel_size}"
             argument = "per_device_train_batch_size x gradient_accumulation_steps x processes"
-            raise refused(key, written, f"This contradicts {argument} = {shown} = {value}.", "Remove it from the file.")
-        raise refused(
-            key, written, f"This contradicts {BATCH_KEYS[key]} = {value}.", f"Remove it, and give {BATCH_KEYS[key]}."
-        )
+            argument += f" = {micro} x {accumulation} x {data_parallel_size}"
+            remedy = "Remove it from the file."
+        raise _refused(key, written, f"This contradicts {argument} = {value}.", remedy)
 
 
 # -- ZeRO --------------------------------------------------------------------------------------------------------------
@@ -228,19 +227,14 @@ def _batches(args: ArgumentGroups, config: Mapping[str, Any], data_parallel_size
 
 def _zero(given: dict[str, Any]) -> dict[str, Any]:
     known = (*ZERO_MAPPED, *OFFLOADS, *ZERO_AUTO, *ZERO_ALWAYS_ON, *ZERO_PASSED)
-    check_keys("zero_optimization.", given, known, ZERO_REFUSED)
+    _check_keys("zero_optimization.", given, known, ZERO_REFUSED)
     stage = given.get("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
-        raise refused("zero_optimization.stage", stage, "ZeRO has no such stage.", "Give 0, 1, 2 or 3.")
+        raise _refused("zero_optimization.stage", stage, "ZeRO has no such stage.", "Give 0, 1, 2 or 3.")
     zero = {name: value for name, value in given.items() if name in (*ZERO_AUTO, *ZERO_PASSED)}
     for name, value in zero.items():
         if value == AUTO and name not in ZERO_AUTO:
-            raise refused(
-                f"zero_optimization.{name}",
-                AUTO,
-                "No value follows from the model or the arguments here.",
-                "Write a value, or remove it.",
-            )
+            raise _refused(f"zero_optimization.{name}", AUTO, _NO_VALUE, "Write a value, or remove it.")
     zero["stage"] = int(stage)
     given.setdefault("cpu_offload_param", given.get("cpu_offload_params"))  # old files have either spelling
     for name, legacy in zip(OFFLOADS, ("cpu_offload", "cpu_offload_param"), strict=True):
@@ -253,10 +247,10 @@ def _zero(given: dict[str, Any]) -> dict[str, Any]:
 def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> dict[str, Any]:
     """The section `name`, or its equivalent of an old file's truth value; empty when nothing is offloaded."""
     key = f"zero_optimization.{name}"
-    offload = part_of({key: given.get(name)}, key)
+    offload = _part_of({key: given.get(name)}, key)
     if given.get(legacy):
         if offload and offload.get("device") != "cpu":
-            raise contradiction(f"zero_optimization.{legacy}", True, f"{key}.device", offload.get("device"))
+            raise _contradiction(f"zero_optimization.{legacy}", True, f"{key}.device", offload.get("device"))
         offload.setdefault("device", "cpu")
         if "cpu_offload_use_pin_memory" in given:
             offload.setdefault("pin_memory", bool(given["cpu_offload_use_pin_memory"]))
@@ -264,28 +258,19 @@ def _offload(given: Mapping[str, Any], name: str, legacy: str, stage: int) -> di
     if device in ("none", None):
         return {}
     if device not in ("cpu", "nvme"):
-        raise refused(f"{key}.device", device, "Nothing can be offloaded to this device.", "Give cpu, nvme or none.")
+        raise _refused(f"{key}.device", device, "Nothing can be offloaded to this device.", "Give cpu, nvme or none.")
     if name == "offload_param" and stage < 3:
         # accelerate's questionnaire writes it for every stage, and DeepSpeed itself passes over it.
         warnings.warn(f"{key} is dropped: only stage 3 shards parameters, and the stage is {stage}.", stacklevel=_STACK)
         return {}
     least = 3 if device == "nvme" else 1
     if stage < least:
-        raise refused(
-            f"{key}.device",
-            device,
-            f"This needs stage {least}, and zero_optimization.stage is {stage}.",
-            f"Give stage {least}, or remove the section.",
-        )
-    if device == "nvme" and not offload.get("nvme_path"):
-        raise refused(
-            f"{key}.nvme_path", offload.get("nvme_path"), "The path is missing.", "Name a folder on the drive."
-        )
+        what = f"This needs stage {least}, and zero_optimization.stage is {stage}."
+        raise _refused(f"{key}.device", device, what, f"Give stage {least}, or remove the section.")
+    path = offload.get("nvme_path")
+    if device == "nvme" and not path:
+        raise _refused(f"{key}.nvme_path", path, "The path is missing.", "Name a folder on the drive.")
     return offload
-
-
-def _device(zero: Mapping[str, Any], name: str) -> str | None:
-    return zero[name]["device"] if name in zero else None
 
 
 # -- number format -----------------------------------------------------------------------------------------------------
@@ -295,34 +280,34 @@ def _precision(
     args: ArgumentGroups, config: Mapping[str, Any], resolved: dict[str, Any]
 ) -> tuple[str, dict[str, dict[str, Any]]]:
     if "bfloat16" in config and "bf16" in config:
-        raise refused("bfloat16", None, "This is the old name of bf16, which is there too.", "Keep bf16.")
-    written = {"bf16": part_of(config, "bf16" if "bf16" in config else "bfloat16"), "fp16": part_of(config, "fp16")}
+        raise _refused("bfloat16", None, "This is the old name of bf16, which is there too.", "Keep bf16.")
+    written = {"bf16": _part_of(config, "bf16" if "bf16" in config else "bfloat16"), "fp16": _part_of(config, "fp16")}
     sections: dict[str, dict[str, Any]] = {}
     for name, section in written.items():
         asked = section.get("enabled", AUTO if not section else False)
         if asked != AUTO and not isinstance(asked, bool):
-            raise refused(f"{name}.enabled", asked, "This is neither true nor false.", 'Write true, false or "auto".')
+            raise _refused(f"{name}.enabled", asked, "This is neither true nor false.", 'Write true, false or "auto".')
         if asked is False and getattr(args, name):
-            raise contradiction(f"{name}.enabled", False, name, True)
+            raise _contradiction(f"{name}.enabled", False, name, True)
         if asked is True or (asked == AUTO and getattr(args, name)):
             sections[name] = {**section, "enabled": True}
             resolved[name] = True
     if len(sections) == 2:
-        raise refused("fp16.enabled", True, "fp16 and bf16 are both on.", "Keep one number format.")
+        raise _refused("fp16.enabled", True, "fp16 and bf16 are both on.", "Keep one number format.")
     for name, section in sections.items():
         _check_format(name, section)
     if "fp16" in sections and args.use_cpu:
-        raise refused("fp16.enabled", True, "fp16 is not supported on the CPU.", "Use bf16, or neither.")
+        raise _refused("fp16.enabled", True, "fp16 is not supported on the CPU.", "Use bf16, or neither.")
     return next(iter(sections), "fp32"), sections
 
 
 def _check_format(name: str, section: dict[str, Any]) -> None:
     for key in ("fp16_master_weights_and_grads", "bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if section.get(key):
-            raise refused(f"{name}.{key}", True, "This format keeps too few digits to resume exactly.", "Remove it.")
+            raise _refused(f"{name}.{key}", True, "This format keeps too few digits to resume exactly.", "Remove it.")
     if section.get("check_grad_overflow") is False:
         key = f"{name}.check_grad_overflow"
-        raise refused(key, False, "Training would step on gradients that are not finite.", "Remove it.")
+        raise _refused(key, False, "Training would step on gradients that are not finite.", "Remove it.")
     if name == "bf16":
         section["check_grad_overflow"] = True
     section.pop("auto_cast", None)  # inputs are always cast to the model's format
@@ -338,14 +323,14 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str
     kind = str(section.get("type", "")).lower()
     if kind not in OPTIMIZERS:
         remedy = f"Choose one of: {', '.join(OPTIMIZERS)}."
-        raise refused("optimizer.type", section.get("type"), "This optimizer is not supported with ZeRO.", remedy)
-    params = part_of({"optimizer.params": section.get("params")}, "optimizer.params")
+        raise _refused("optimizer.type", section.get("type"), "This optimizer is not supported with ZeRO.", remedy)
+    params = _part_of({"optimizer.params": section.get("params")}, "optimizer.params")
     decoupled = params.pop("adam_w_mode", True)
     name = "adam" if kind == "adam" and decoupled is False else OPTIMIZERS[kind]
     # `adamw_torch` is the same optimizer without the fused kernel: the file's name does not contradict it.
-    if is_given(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
+    if _is_given(args, "optim") and not (name.startswith("adamw") and str(args.optim) == "adamw_torch"):
         if str(args.optim) != name:
-            raise contradiction("optimizer.type", section["type"], "optim", str(args.optim))
+            raise _contradiction("optimizer.type", section["type"], "optim", str(args.optim))
     elif name != str(args.optim):
         resolved["optim"] = name
     compiled = params.pop("torch_adam", None) is False and bool(offloaded) and "adam" in kind
@@ -356,7 +341,7 @@ def _optimizer(args: ArgumentGroups, section: dict[str, Any], resolved: dict[str
         ("betas", "adam_beta1", 0),
         ("betas", "adam_beta2", 1),
     ):
-        resolve_setting(args, params, key, argument, resolved, prefix="optimizer.params.", index=index)
+        _resolve_setting(args, params, key, argument, resolved, prefix="optimizer.params.", index=index)
     _further(args, {key: value for key, value in params.items() if key not in _PARAMS}, resolved)
     return compiled
 
@@ -368,12 +353,12 @@ def _further(args: ArgumentGroups, params: Mapping[str, Any], resolved: dict[str
     """Put the settings of the optimizer that have no argument of their own into optim_args."""
     if "max_grad_norm" in params:
         key = "optimizer.params.max_grad_norm"
-        raise refused(key, params["max_grad_norm"], "This setting has another place.", "Give gradient_clipping.")
+        raise _refused(key, params["max_grad_norm"], "This setting has another place.", "Give gradient_clipping.")
     text = ",".join(f"{key}={value}" for key, value in sorted(params.items()) if value != AUTO)
     if not text:
         return
     if args.optim_args and args.optim_args != text:
-        raise contradiction("optimizer.params", text, "optim_args", args.optim_args)
+        raise _contradiction("optimizer.params", text, "optim_args", args.optim_args)
     resolved["optim_args"] = text
 
 
@@ -385,11 +370,11 @@ def _schedule(
     kind = str(section.get("type"))
     if kind not in SCHEDULES:
         remedy = suggestion(kind, SCHEDULES)
-        raise refused("scheduler.type", section.get("type"), "DeepSpeed has no schedule of this name.", remedy)
+        raise _refused("scheduler.type", section.get("type"), "DeepSpeed has no schedule of this name.", remedy)
     equivalent = SCHEDULES[kind]
-    if is_given(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
-        raise contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
-    params = part_of({"scheduler.params": section.get("params")}, "scheduler.params")
+    if _is_given(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
+        raise _contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
+    params = _part_of({"scheduler.params": section.get("params")}, "scheduler.params")
     if kind.startswith("Warmup"):
         for key, argument in (
             ("warmup_max_lr", "learning_rate"),
@@ -397,60 +382,47 @@ def _schedule(
             ("total_num_steps", "max_steps"),
         ):
             if not (key == "total_num_steps" and args.max_steps < 0):  # -1: the number follows from the data
-                resolve_setting(args, params, key, argument, resolved, prefix="scheduler.params.")
+                _resolve_setting(args, params, key, argument, resolved, prefix="scheduler.params.")
     if equivalent is not None:
         resolved["lr_scheduler_type"] = equivalent
     for key, value in params.items():
         if value == AUTO and key not in AUTOMATIC:
-            raise refused(
-                f"scheduler.params.{key}",
-                AUTO,
-                "No value follows from the model or the arguments here.",
-                "Write a value.",
-            )
+            raise _refused(f"scheduler.params.{key}", AUTO, _NO_VALUE, "Write a value.")
     return kind, params
 
 
 # -- settings that both may give --------------------------------------------------------------------------------------
 
 
-def part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """Return a copy of a part of the configuration, empty when it is absent. Raises ConfigError for anything else."""
+def _part_of(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    """A copy of a part of the configuration, empty when it is absent."""
     value = config.get(name)
     if value is None:
         return {}
     if not isinstance(value, dict):
-        raise refused(name, value, "This must be a section.", 'Write {"name": value, …}.')
+        raise _refused(name, value, "This must be a section.", 'Write {"name": value, …}.')
     return dict(value)
 
 
-def check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused_keys: tuple[str, ...]) -> None:
-    """Raise ConfigError for a key that is unknown, or known and not supported."""
+def _check_keys(prefix: str, given: Mapping[str, Any], known: tuple[str, ...], refused_keys: tuple[str, ...]) -> None:
     for key, value in given.items():
-        if key in refused_keys and asks(value):
-            raise refused(prefix + key, value, "This setting is not supported.", _DECIDED)
+        # One that is switched off may stay.
+        asks = value.get("enabled", bool(value)) if isinstance(value, Mapping) else value
+        if key in refused_keys and asks:
+            raise _refused(prefix + key, value, "This setting is not supported.", _DECIDED)
         if key not in known and key not in refused_keys:
-            raise refused(prefix + str(key), None, "DeepSpeed has no such setting.", suggestion(str(key), known))
+            raise _refused(prefix + str(key), None, "DeepSpeed has no such setting.", suggestion(str(key), known))
 
 
-def asks(value: Any) -> bool:
-    """Return whether the value of a refused key asks for anything; a key that is switched off may stay."""
-    if isinstance(value, Mapping):
-        return bool(value.get("enabled", bool(value)))
-    return bool(value)
-
-
-def refused(key: str, value: Any, message: str, remedy: str) -> ConfigError:
-    """Return the error about a key's value."""
+def _refused(key: str, value: Any, message: str, remedy: str) -> ConfigError:
     return ConfigError(message, field=f"deepspeed.{key}", value=value, remedy=remedy)
 
 
-def is_given(args: ArgumentGroups, name: str) -> bool:
-    """Return whether an argument is given, that is, not at its default."""
+def _is_given(args: ArgumentGroups, name: str) -> bool:
     return bool(getattr(args, name) != field_map(args)[name].default)
 
 
-def resolve_setting(
+def _resolve_setting(
     args: ArgumentGroups,
     given: Mapping[str, Any],
     key: str,
@@ -460,25 +432,22 @@ def resolve_setting(
     prefix: str = "",
     index: int | None = None,
 ) -> Any:
-    """The number that `given`, a section of the file, has for an argument, noted in `resolved`; None: it has none.
-
-    `prefix` is the section's name with a dot, `index` the number's place in a list. Raises ConfigError.
-    """
+    """The number that a section has for an argument, noted in `resolved`; None: it has none."""
     written = given.get(key)
     if isinstance(written, list | tuple) and index is not None:
         written = written[index] if index < len(written) else None
     if written is None or written == AUTO:
         return None
     if isinstance(written, bool) or not isinstance(written, int | float):
-        raise refused(prefix + key, written, "This is not a number.", 'Write a number, or "auto".')
+        raise _refused(prefix + key, written, "This is not a number.", 'Write a number, or "auto".')
     current = resolved.get(argument, getattr(args, argument))
     # In `resolved`: two sections of a file may give one argument, such as the learning rate.
-    if written != current and (is_given(args, argument) or argument in resolved):
-        raise contradiction(prefix + key, written, argument, current)
+    if written != current and (_is_given(args, argument) or argument in resolved):
+        raise _contradiction(prefix + key, written, argument, current)
     resolved[argument] = written
     return written
 
 
-def contradiction(key: str, written: Any, argument: str, current: Any) -> ConfigError:
-    """Return the error about a value that contradicts an argument or another key."""
-    return refused(key, written, f"This contradicts {argument} = {current}.", REMEDY)
+def _contradiction(key: str, written: Any, argument: str, current: Any) -> ConfigError:
+    remedy = 'Remove one of them, or write "auto" in the file.'
+    return _refused(key, written, f"This contradicts {argument} = {current}.", remedy)

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments.coerce import coerce, read_mapping
 from trainer_lib.arguments.enums import FSDPOption
-from trainer_lib.arguments.io import read_mapping
 from trainer_lib.base.suggestions import suggestion
 from trainer_lib.errors import ConfigError
 

@@ -117,16 +117,17 @@ _WITH_TENSOR = {
     "torch_compile": ("No test has shown it compiled.", "Remove it."),
     "use_liger_kernel": ("Its kernels need whole weights.", "Remove it."),
 }
-_WITH_EXPERT = {**_WITH_TENSOR, "fp8": ("No test has shown it with experts.", "Use bf16=True alone.")}
-# Arguments that divided tokens do not serve.
-_WITH_SEQUENCE = {
-    "fsdp": ("Parameters stay whole.", "Remove it."),
-    "fp8": ("Scales would be those of a part of the tokens.", "Use bf16=True alone."),
-    "torch_compile": ("No test has shown it compiled.", "Remove it."),
-    "use_liger_kernel": ("Its loss needs whole rows.", "Remove it."),
-    "predict_with_generate": ("Processes would generate whole rows, each the same.", "Generate after the training."),
+_UNSERVED_WITH = {
+    "sequence": {
+        "fsdp": ("Parameters stay whole.", "Remove it."),
+        "fp8": ("Scales would be those of a part of the tokens.", "Use bf16=True alone."),
+        "torch_compile": ("No test has shown it compiled.", "Remove it."),
+        "use_liger_kernel": ("Its loss needs whole rows.", "Remove it."),
+        "predict_with_generate": ("Processes would generate whole rows, each the same.", "Generate after training."),
+    },
+    "expert": {**_WITH_TENSOR, "fp8": ("No test has shown it with experts.", "Use bf16=True alone.")},
+    "tensor": _WITH_TENSOR,
 }
-_UNSERVED_WITH = {"sequence": _WITH_SEQUENCE, "expert": _WITH_EXPERT, "tensor": _WITH_TENSOR}
 
 
 class PeerSizes(dict[str, Any]):

@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.arguments import foreign_arguments, io
-from trainer_lib.arguments.coerce import coerce
+from trainer_lib.arguments import foreign_arguments
+from trainer_lib.arguments.coerce import coerce, read_mapping
 from trainer_lib.errors import ConfigError
 
 _FIELD = "train.launch.config_file"
@@ -36,7 +36,7 @@ def read_config(path: str) -> dict[str, Any]:
         ConfigError: the file does not exist, does not hold a mapping, or asks for a way of training that is not served.
     """
     try:
-        config = io.read_mapping(Path(path), field=_FIELD)
+        config = read_mapping(Path(path), field=_FIELD)
     # Named like the spec's field, because the user wrote no `config_file` of any other kind.
     except ConfigError as error:
         error.field, error.value = _FIELD, path
