@@ -60,20 +60,6 @@ def all_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {**dict(model.named_parameters()), **dict(model.named_buffers())}
 
 
-def mixed_precision(settings: FsdpSettings) -> MixedPrecisionPolicy:
-    """Return torch's policy for the formats in which parameters are gathered and gradients exchanged."""
-    param, reduce = settings.param_dtype, settings.reduce_dtype
-    return MixedPrecisionPolicy(
-        param_dtype=None if param is None else getattr(torch, param),
-        reduce_dtype=None if reduce is None else getattr(torch, reduce),
-    )
-
-
-def offload_policy(settings: FsdpSettings, device: torch.device) -> OffloadPolicy:
-    """Return torch's policy for keeping the rows on the CPU or on the device."""
-    return CPUOffloadPolicy(pin_memory=device.type == "cuda") if settings.offload else OffloadPolicy()
-
-
 def place_tensors(model: nn.Module, ignored: Collection[nn.Parameter], device: torch.device, *, offload: bool) -> None:
     """Allocate tensors that had no values, and move those that are not sharded to the device."""
     if any(tensor.is_meta for tensor in all_tensors(model).values()):
@@ -101,9 +87,8 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
 
     def shapes(cls: Any, *args: Any, **kwargs: Any) -> Any:
         model = load.__func__(cls, *args, **{**kwargs, "device_map": "meta"})
-        model.__dict__.pop(
-            "hf_device_map", None
-        )  # the model is not spread over devices, though this attribute would claim it
+        # The model is not spread over devices, though this attribute would claim it.
+        model.__dict__.pop("hf_device_map", None)
         return model
 
     kind.from_pretrained = classmethod(shapes)
@@ -114,27 +99,26 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class FsdpPlugin:
-    """The settings under accelerate's names, read-only except for how checkpoints are written."""
+    """The settings under accelerate's names, read-only except for how checkpoints are written.
+
+    Attributes:
+        cpu_offload: torch's policy for keeping the rows on the CPU or on the device.
+        mixed_precision_policy: torch's policy for the formats of gathered parameters and of exchanged gradients.
+    """
 
     fsdp_version = 2
 
     def __init__(self, settings: FsdpSettings, device: torch.device) -> None:
-        self._settings, self._device = settings, device
         self.sharded_checkpoints = settings.sharded_checkpoints
         self.reshard_after_forward = settings.reshards
         self.activation_checkpointing = settings.activation_checkpointing
         self.cpu_ram_efficient_loading = settings.cpu_ram_efficient_loading
         self.ignored_modules = "|".join(settings.ignored_modules) or None
-
-    @property
-    def cpu_offload(self) -> OffloadPolicy:
-        """Return torch's policy for where the rows are kept."""
-        return offload_policy(self._settings, self._device)
-
-    @property
-    def mixed_precision_policy(self) -> MixedPrecisionPolicy:
-        """Return torch's policy for the formats of gathered parameters and of exchanged gradients."""
-        return mixed_precision(self._settings)
+        pinned = device.type == "cuda"
+        self.cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if settings.offload else OffloadPolicy()
+        formats = {"param_dtype": settings.param_dtype, "reduce_dtype": settings.reduce_dtype}
+        given = {name: getattr(torch, dtype) for name, dtype in formats.items() if dtype is not None}
+        self.mixed_precision_policy = MixedPrecisionPolicy(**given)
 
     @property
     def state_dict_type(self) -> str:
@@ -160,7 +144,6 @@ class FsdpStrategy(Strategy):
     forward_communicates = True
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
-        """Form the mesh of processes. Raises ConfigError for what cannot be served."""
         super().__init__(device, comm)
         settings = settings_of(args)
         if settings is None:
@@ -267,8 +250,8 @@ class FsdpStrategy(Strategy):
         settings = self.settings
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": mixed_precision(settings),
-            "offload_policy": offload_policy(settings, self.device),
+            "mp_policy": self._plugin.mixed_precision_policy,
+            "offload_policy": self._plugin.cpu_offload,
             "ignored_params": ignored,
         }
         # Inner units first: what they take no longer belongs to the unit around them.
@@ -327,11 +310,10 @@ class FsdpStrategy(Strategy):
             held = len(parameter.to_local()) if isinstance(parameter, DTensor) else -1
             # Equal pieces, rounded up: the last ranks may hold fewer rows, or none.
             if not 0 <= held <= -(-len(parameter) // shards):
-                what = f"The parameter {name} is not sharded over {shards} processes, as {self.settings.mode} promises."
+                mode, rank = self.settings.mode, self.comm.rank
+                what = f"The parameter {name} is not sharded over {shards} processes, as {mode} promises."
                 remedy = "Report this: torch's fully_shard left the parameter as it was."
-                raise InfrastructureError(
-                    what, field="fsdp", value=self.settings.mode, rank=self.comm.rank, remedy=remedy
-                )
+                raise InfrastructureError(what, field="fsdp", value=mode, rank=rank, remedy=remedy)
 
     @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -369,7 +351,6 @@ class FsdpStrategy(Strategy):
 
     @override
     def named_parameters(self, model: nn.Module) -> dict[str, nn.Parameter]:
-        """Return the sharded parameters, after resharding gathered ones."""
         self.after_inference(model)
         return dict(self.unwrap(model).named_parameters())
 
@@ -389,7 +370,6 @@ class FsdpStrategy(Strategy):
 
     @override
     def sync_gradients(self, model: nn.Module) -> None:
-        """Raise InfrastructureError: whole gradients are reduced to shards in a backward only."""
         what = "Gradients of sharded parameters are exchanged in the backward, not after it."
         raise InfrastructureError(what, field="fsdp")
 
@@ -419,7 +399,6 @@ class FsdpStrategy(Strategy):
 
     @override
     def local_state(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return parameters and persistent buffers by name; tied names give the same parameter object."""
         self.after_inference(model)
         state = self.unwrap(model).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -62,9 +62,8 @@ class Recomputation:
                 known = [*cls.__dataclass_fields__, "use_reentrant"]
                 raise _error(name, value, "Recomputation of blocks has no such setting.", suggestion(name, known))
             if name == "every" and (type(value) is not int or value < 0):
-                raise _error(
-                    name, value, "This is not a number of blocks.", "Give 1 for all blocks, 2 for every other."
-                )
+                remedy = "Give 1 for all blocks, 2 for every other."
+                raise _error(name, value, "This is not a number of blocks.", remedy)
             if name in ("offload", "preserve_rng_state") and not isinstance(value, bool):
                 raise _error(name, value, "This is not a truth value.", "Give true or false.")
             if name in ("save", "blocks"):

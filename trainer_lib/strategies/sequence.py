@@ -92,7 +92,6 @@ class SequenceStrategy(_DividesTokens, DdpStrategy):
     """All ranks hold the whole model."""
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
-        """Form the mesh of processes. Raises ConfigError."""
         super().__init__(device, comm, args)
         sizes = mesh_sizes(args, world_size=comm.world_size, local_world_size=comm.local_world_size)
         self.mesh = Mesh(sizes, comm.rank, device.type)

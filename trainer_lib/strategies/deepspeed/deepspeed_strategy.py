@@ -24,7 +24,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,6 +50,7 @@ from trainer_lib.strategies.deepspeed.zero_state import (
     missing_names,
 )
 
+Part = TypeVar("Part")
 _COUNTERS = ("global_steps", "global_samples", "micro_steps", "skipped_steps")
 _SCALER = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
@@ -166,9 +167,8 @@ class DeepSpeedStrategy(Strategy):
 
     @override
     def setup_model(self, model: nn.Module) -> nn.Module:
-        """Return the model itself: the engine wraps it once there is an optimizer."""
         self.release()
-        return model
+        return model  # the engine wraps it once there is an optimizer
 
     @override
     def adopt_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -213,10 +213,7 @@ class DeepSpeedStrategy(Strategy):
         config = self._config(model, trains=optimizer is not None)
         if self.comm.rank == 0:
             _log.info("DeepSpeed's configuration: %s", json.dumps(mask_value("deepspeed", config), sort_keys=True))
-        engine, *_ = self._deepspeed.initialize(
-            model=model, optimizer=optimizer, config=config, dist_init_required=False
-        )
-        return engine
+        return self._deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
 
     def _set_local_rank(self) -> None:
         # DeepSpeed reads it from here on, at every step of stage 3; plain Python has not set it.
@@ -318,27 +315,27 @@ class DeepSpeedStrategy(Strategy):
     @contextlib.contextmanager
     def no_sync(self, model: nn.Module) -> Iterator[None]:
         # The engine exchanges gradients and steps at a boundary only.
-        self._running().set_gradient_accumulation_boundary(False)
+        _started(self.engine).set_gradient_accumulation_boundary(False)
         try:
             yield
         finally:
-            self._running().set_gradient_accumulation_boundary(True)
+            _started(self.engine).set_gradient_accumulation_boundary(True)
 
     @override
     def backward(self, loss: Tensor, gradient: Tensor | None = None) -> None:
         """Run the engine's backward. It takes no gradient, so `loss` is multiplied by `gradient` first."""
         # Not divided by the accumulation: the Trainer has weighted the micro-batch already.
-        self._running().backward(loss if gradient is None else loss * gradient, scale_wrt_gas=False)
+        _started(self.engine).backward(loss if gradient is None else loss * gradient, scale_wrt_gas=False)
 
     @override
     def clip_grad_norm(self, parameters: Iterable[nn.Parameter], max_norm: float | None) -> Tensor:
         """Return the norm of all gradients. The engine scales them to `max_norm` in the step that follows."""
-        partitions = self._parts()
+        partitions = _started(self._partitions)
         partitions.zero.clip_grad = float(max_norm or 0.0)
         return partitions.gradient_norm()
 
     def _step(self) -> bool:
-        engine = self._running()
+        engine = _started(self.engine)
         engine.step()
         for buffer in self._buffers if self.comm.world_size > 1 else ():  # the engine does not synchronize buffers
             torch.distributed.broadcast(buffer, src=0)
@@ -359,7 +356,7 @@ class DeepSpeedStrategy(Strategy):
 
     @override
     def gathered(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """Return tensors that are gathered to the first rank when read, in the number formats of the given model."""
+        # In the number formats of the given model.
         return GatheredTensors(tensors, lambda part: self._whole(part).to(self._given_dtypes.get(id(part), part.dtype)))
 
     @override
@@ -371,17 +368,19 @@ class DeepSpeedStrategy(Strategy):
         divided = hasattr(value, "ds_id")  # DeepSpeed marks the parameters that it shards
         # The masters have more bits than the tensors that the model computes with.
         if id(value) in self._trained and (divided or self._mixed):
-            return _detach(self._parts().gather_whole(value), self._keeps)  # type: ignore[arg-type]
+            return self._taken(_started(self._partitions).gather_whole(value))  # type: ignore[arg-type]
         if divided:
             with self._gathering([value]):
-                return _detach(value, self._keeps)
+                return self._taken(value)
         return value.detach()
+
+    def _taken(self, whole: Tensor) -> Tensor:
+        return whole.detach().to("cpu" if self._keeps else "meta", copy=True)
 
     # -- weights, in ---------------------------------------------------------------------------------------------------
 
     @override
     def load_model_state(self, model: nn.Module, state: Mapping[str, Tensor], *, keep: Collection[str] = ()) -> None:
-        """Copy `state` into model and masters; a tied weight may be given under one of its names only. Collective."""
         own = self.local_state(model)
         known = match_names(own, state, keep, lambda part: tuple(getattr(part, "ds_shape", part.shape)))
         self._masters = {}
@@ -405,11 +404,6 @@ class DeepSpeedStrategy(Strategy):
                     if self.comm.rank == 0:
                         target.copy_(value)
 
-    def _parts(self) -> Partitions:
-        if self._partitions is None:
-            raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
-        return self._partitions
-
     # -- what it is ----------------------------------------------------------------------------------------------------
 
     @override
@@ -421,15 +415,11 @@ class DeepSpeedStrategy(Strategy):
             "offload_param": self.plan.offload_param,
         }
 
-    def _running(self) -> Any:
-        if self.engine is None:
-            raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
-        return self.engine
 
-
-def _detach(value: Tensor, keeps: bool) -> Tensor:
-    detached = value.detach()
-    return detached.to("cpu", copy=True) if keeps else torch.empty_like(detached, device="meta")
+def _started(part: Part | None) -> Part:
+    if part is None:
+        raise InfrastructureError("There is no engine: training has not started.", field="deepspeed")
+    return part
 
 
 def create_schedule(args: TrainingArguments, optimizer: torch.optim.Optimizer, num_training_steps: int) -> Any:

@@ -14,6 +14,7 @@ Glossary
 
 from __future__ import annotations
 
+import copy
 import warnings
 from abc import ABC, abstractmethod
 from collections import UserDict
@@ -46,7 +47,6 @@ class Partitions(ABC):
     """The parts that this process holds. Collective: `gather_whole`, `refresh_model` and `gradient_norm`."""
 
     def __init__(self, zero: Any, groups: Sequence[Any], flats: Sequence[Tensor]) -> None:
-        """Keep DeepSpeed's optimizer, its groups of parameters, and this rank's flats."""
         self.zero = zero
         self._groups = groups
         self._flats = flats
@@ -110,7 +110,6 @@ class StagesOneTwo(Partitions):
 
     @override
     def store_part(self, parameter: nn.Parameter, value: Tensor, key: str | None = None) -> None:
-        """Copy the part of `value` that lies in this rank's flat."""
         given: Any = parameter
         mapping = given._hp_mapping
         # This rank's flat holds no part of the parameter.
@@ -124,7 +123,6 @@ class StagesOneTwo(Partitions):
 
     @override
     def refresh_model(self) -> None:
-        """Copy the masters into the model's tensors, and exchange these over ranks."""
         self.zero.update_lp_params()
         for index in range(len(self.zero.bit16_groups)):
             self.zero._update_model_bit16_weights(index)
@@ -223,8 +221,11 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
         values = self._of(flat)
         if not values:
             raise KeyError(parameter)
+        place = "cpu" if self._keeps else "meta"  # which keeps shape and dtype without memory
         return {
-            key: self._kept(self._partitions.gather_whole(given, key)) if _is_divided(value, flat) else _copy(value)
+            key: self._partitions.gather_whole(given, key).detach().to(place)
+            if _is_divided(value, flat)
+            else copy.deepcopy(value)
             for key, value in values.items()
         }
 
@@ -264,17 +265,9 @@ class State(MutableMapping[Tensor, dict[str, Any]]):
     def _of(self, flat: Tensor) -> dict[str, Any]:
         return self._inner.state.get(flat) or {}
 
-    def _kept(self, whole: Tensor) -> Tensor:
-        # "meta" keeps shape and dtype without memory.
-        return whole.detach().cpu() if self._keeps else torch.empty_like(whole, device="meta")
-
 
 def _is_divided(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape and value.ndim > 0
-
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _placed(value: Any, flat: Tensor, inner: torch.optim.Optimizer) -> Any:

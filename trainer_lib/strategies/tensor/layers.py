@@ -69,8 +69,7 @@ def plan_layers(model: nn.Module, given: Mapping[str, str] | None, parts: int) -
     modules = dict(model.named_modules())
     styles: dict[str, str] = {}
     for pattern, style in plan.items():
-        wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        names = [name for name in modules if wanted.fullmatch(name)]
+        names = list(find_modules(model, pattern))
         if not names and given is not None:
             remedy = f"Its modules are {', '.join(list(modules)[1:6])}, …"
             raise ConfigError("This matches no module of the model.", field=f"{_FIELD}.{pattern}", remedy=remedy)
@@ -83,13 +82,25 @@ def plan_layers(model: nn.Module, given: Mapping[str, str] | None, parts: int) -
     config = getattr(config, "text_config", config)
     for name in _HEADS:
         heads = getattr(config, name, None)
-        if isinstance(heads, int) and heads % parts:
-            possible = next(size for size in range(parts, 0, -1) if heads % size == 0)
-            what = f"The model's {heads} heads ({name}) cannot be divided among {parts} processes."
-            raise ConfigError(what, field="parallelism.tensor", value=parts, remedy=f"Give {possible}.")
+        if isinstance(heads, int):
+            require_divisible(heads, f"heads ({name})", parts, "parallelism.tensor")
     for name, style in styles.items():
         _check_layer(name, modules[name], style, parts)
     return _without_half_tied(model, styles)
+
+
+def find_modules(model: nn.Module, pattern: str) -> dict[str, nn.Module]:
+    """Return the modules whose names match a plan's pattern, in which "*" is one part of a name."""
+    wanted = re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
+    return {name: module for name, module in model.named_modules() if wanted.fullmatch(name)}
+
+
+def require_divisible(number: int, noun: str, parts: int, field: str) -> None:
+    """Raise ConfigError unless the model's so many heads or experts can be divided into `parts`."""
+    if number % parts:
+        possible = next(size for size in range(parts, 0, -1) if number % size == 0)
+        what = f"The model's {number} {noun} cannot be divided among {parts} processes."
+        raise ConfigError(what, field=field, value=parts, remedy=f"Give {possible}.")
 
 
 def _check_layer(name: str, layer: nn.Module, style: str, parts: int) -> None:
@@ -130,7 +141,7 @@ def divide_layers(model: nn.Module, styles: Mapping[str, str], mesh: DeviceMesh)
     No collective: all processes have built the same model, or take over the first one's values afterwards.
     """
     divided: dict[int, nn.Parameter] = {}  # by the whole one: tied weights stay tied
-    group = Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    group = Group.of(mesh)
     streams = PartStreams(group.rank)
     for name, style in styles.items():
         layer = model.get_submodule(name)
@@ -168,6 +179,11 @@ class Group(NamedTuple):
     processes: dist.ProcessGroup
     rank: int
     size: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh) -> Group:
+        """Return the processes of a mesh of one dimension."""
+        return cls(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
     def part(self, whole: Tensor) -> Tensor:
         """Return this process's part of the last dimension: ``[..., features]`` to ``[..., part]``."""

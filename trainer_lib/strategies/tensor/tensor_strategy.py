@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +37,9 @@ from trainer_lib.strategies.tensor.layers import (
     divide_layers,
     exchange,
     find_divided_head,
+    find_modules,
     plan_layers,
+    require_divisible,
 )
 
 if TYPE_CHECKING:
@@ -55,7 +56,6 @@ class TensorStrategy(FsdpStrategy):
     name = "tensor"
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
-        """Form the mesh of processes. Raises ConfigError."""
         super().__init__(device, comm, args)
         # Torch warns of every gathering over two dimensions; what is summed has one collective here.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
@@ -86,7 +86,7 @@ class TensorStrategy(FsdpStrategy):
         mesh = self.mesh.along("tensor")
         divide_layers(model, styles, mesh)
         if head := find_divided_head(model, styles):
-            DividedLoss(model, head, Group(mesh.get_group(), mesh.get_local_rank(), mesh.size()))
+            DividedLoss(model, head, Group.of(mesh))
 
     @override
     def divided_loss(self, model: nn.Module) -> DividedLoss | None:
@@ -171,26 +171,17 @@ class GroupsByMesh:
 
 def plan_experts(model: nn.Module, parts: int) -> list[str]:
     """Return the names of the modules whose experts are divided into `parts`. Raises ConfigError."""
-    patterns = [
-        re.compile(re.escape(pattern).replace(r"\*", "[^.]+"))
-        for pattern, style in (getattr(model, "ep_plan", None) or {}).items()
-        if style == _STYLE
-    ]
-    experts = {
-        name: module
-        for name, module in model.named_modules()
-        if any(pattern.fullmatch(name) for pattern in patterns) and hasattr(module, "_is_expert_parallel")
-    }
+    experts: dict[str, Any] = {}
+    for pattern, style in (getattr(model, "ep_plan", None) or {}).items():
+        if style == _STYLE:
+            found = find_modules(model, pattern)
+            experts |= {name: module for name, module in found.items() if hasattr(module, "_is_expert_parallel")}
     if not experts:
         what = f"The model {type(model).__name__} has no experts that can be divided (ep_plan)."
         remedy = "Use shard, or a mixture model of transformers such as Mixtral or Qwen3-MoE."
         raise ConfigError(what, field=_EXPERTS, value=parts, remedy=remedy)
     for module in experts.values():
-        number = int(module.num_experts)
-        if number % parts:
-            possible = next(size for size in range(parts, 0, -1) if number % size == 0)
-            what = f"The model's {number} experts cannot be divided among {parts} processes."
-            raise ConfigError(what, field=_EXPERTS, value=parts, remedy=f"Give {possible}.")
+        require_divisible(int(module.num_experts), "experts", parts, _EXPERTS)
     return list(experts)
 
 
@@ -203,7 +194,7 @@ def expert_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def divide_experts(model: nn.Module, names: list[str], mesh: DeviceMesh) -> None:
     """Divide the named modules of experts over a mesh of one dimension. No collective, as `divide_layers`."""
-    group = Group(mesh.get_group(), mesh.get_local_rank(), mesh.size())
+    group = Group.of(mesh)
     for name in names:
         module: Any = model.get_submodule(name)
         for key, whole in expert_parameters(module).items():
