@@ -186,8 +186,18 @@ def first_host(nodes: str) -> str:
     return f"{match[1]}{match[2] or ''}{match[3] or ''}"
 
 
-def interface_towards(host: str) -> str | None:
-    """The network interface that leads to `host`, or None; Gloo and NCCL resolve this machine's own name instead."""
+def use_interface(host: str, chosen: str | None = None) -> None:
+    """Have Gloo and NCCL use the network interface that leads to `host`; they resolve this machine's own name instead.
+
+    One that is `chosen` replaces it, and one that the variables name already stays.
+    """
+    interface = chosen or _interface_towards(host)
+    if interface is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _interface_towards(host: str) -> str | None:
     import psutil
 
     try:
@@ -201,7 +211,7 @@ def interface_towards(host: str) -> str | None:
     return found.get("127.0.0.1" if own.startswith("127.") else own)
 
 
-PREFIXES = ("PET_", "SKYPILOT_NODE", "SKYPILOT_NUM_", "DSTACK_NODE", "DSTACK_MASTER_NODE", "DSTACK_GPUS_")
+PREFIXES = ("PET_", "SKYPILOT_NODE", "SKYPILOT_NUM_", "DSTACK_NODE", "DSTACK_MASTER_NODE")
 # The number of machines, the place of this one, and the address of the first.
 _SCHEDULERS = (
     ("PET_NNODES", "PET_NODE_RANK", "PET_MASTER_ADDR"),

@@ -54,23 +54,18 @@ def report_failures() -> None:
         _failed = True
         # First, so that the traceback is printed even if the report fails.
         before(cls, error, trace)
-        _report_to_torchrun(error)
+        if "TORCHELASTIC_ERROR_FILE" not in os.environ:  # where torchrun reads it, which prints "exitcode 1" otherwise
+            return
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        try:
+            raise error  # the handler records the exception that is being handled
+        except BaseException:
+            with contextlib.suppress(OSError):
+                get_error_handler().record_exception(error)
 
     report.ours = True  # type: ignore[attr-defined]
     sys.excepthook = report
-
-
-def _report_to_torchrun(error: BaseException) -> None:
-    """Write what ended this process where torchrun reads it; torchrun otherwise prints only "exitcode 1"."""
-    if "TORCHELASTIC_ERROR_FILE" not in os.environ:
-        return
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    try:
-        raise error  # the handler records the exception that is being handled
-    except BaseException:
-        with contextlib.suppress(OSError):
-            get_error_handler().record_exception(error)
 
 
 class DataParallel(NamedTuple):
@@ -326,9 +321,8 @@ def init(args: TrainingArguments) -> Communicator:
         torch.cuda.set_device(device)
     if ranks.source != "RANK":  # torch and other libraries know torchrun's variables only
         os.environ.update(ranks.variables())
-    if ranks.master is not None and (interface := environment.interface_towards(ranks.master[0])) is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+    if ranks.master is not None:
+        environment.use_interface(ranks.master[0])
     report_failures()
     backend = _backend(args.ddp_backend, device)  # its ConfigError is a ValueError: not one of torch's below
     try:

@@ -132,7 +132,6 @@ class Driver:
         return state
 
     def _event(self, event: dict[str, Any]) -> None:
-        """Append an event to those that the owner of the launch reads."""
         with (self._run_dir.path / "events.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(event) + "\n")
 

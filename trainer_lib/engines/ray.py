@@ -229,27 +229,22 @@ class Ray:
             self._call_all(range(1, self._count), "read", after=0)  # it keeps no lines; an answer is a sign of life
             if self._leader is not None:
                 self._tell_leader()
-            self._look_for_drains()
+            if self._drained is None:  # Ray offers this list to its own libraries
+                drained = importlib.import_module("ray._private.state").state.get_draining_nodes()
+                self._drained = next((place["host"] for place in self._places if place["node"] in drained), None)
+                if self._drained is not None:  # the workers save before their machine is taken away
+                    self._call(0, "tell", word="stop")
         dead = {node["NodeID"] for node in self._ray.nodes() if not node["Alive"]} if self._silent else set()
         for index, since in self._silent.items():
             if self._places[index]["node"] in dead or time.monotonic() - since > SILENT_S:
                 return Lost(self._lost(index))
         return Alive(f"runs on {', '.join(self.addresses())}")
 
-    def _look_for_drains(self) -> None:
-        """Have the workers save before their machine is taken away. Ray offers this list to its own libraries."""
-        if self._drained is None:
-            drained = importlib.import_module("ray._private.state").state.get_draining_nodes()
-            self._drained = next((place["host"] for place in self._places if place["node"] in drained), None)
-            if self._drained is not None:
-                self._call(0, "tell", word="stop")
-
     def _call(self, index: int, method: str, **fields: Any) -> Any:
         """Call an agent; None when it does not answer, which is not yet a death."""
         return self._call_all([index], method, **fields).get(index)
 
     def _call_all(self, indices: Iterable[int], method: str, **fields: Any) -> dict[int, Any]:
-        """Call agents together. Returns the answers of those that answer."""
         text = json.dumps(fields)
         return self._answers({index: getattr(self._agents[index], method).remote(text) for index in indices}, ANSWER_S)
 
@@ -272,7 +267,6 @@ class Ray:
         return answers
 
     def _take(self, error: Any) -> State:
-        """Return what an error of Ray means."""
         known, reason = self._ray.exceptions, _in_one_line(error)
         if isinstance(error, known.OutOfMemoryError) or ("memory" in reason.lower() and "OOM" in str(error)):
             remedy = "Ask for more (engine_options.memory), or lower per_device_train_batch_size."
@@ -290,9 +284,8 @@ class Ray:
             return Lost(self._preempted())
         if isinstance(error, known.RayActorError | known.NodeDiedError):
             return Lost(self._lost(getattr(error, "trainflow_index", None)))
-        return Lost(
-            InfrastructureError(f"Ray failed: {reason}.", remedy="The same command continues.", details=str(error))
-        )
+        what, remedy = f"Ray failed: {reason}.", "The same command continues."
+        return Lost(InfrastructureError(what, remedy=remedy, details=str(error)))
 
     def _lost(self, index: int | None) -> TrainflowError:
         host = "of an agent" if index is None or not self._places else self._places[index]["host"]

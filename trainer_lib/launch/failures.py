@@ -49,9 +49,10 @@ def describe_places(stacks: Mapping[int, str]) -> str | None:
             ranks_at.setdefault(place, []).append(rank)
     # The place of the fewest ranks first: usually one rank is stuck, and the others wait for it.
     ordered = sorted(ranks_at.items(), key=lambda item: (len(item[1]), item[1]))
-    places = []
-    for place, ranks in ordered[:_MOST_PLACES]:
-        places.append(f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {place}")
+    places = (
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))} in {place}"
+        for place, ranks in ordered[:_MOST_PLACES]
+    )
     return ", ".join(places) or None
 
 

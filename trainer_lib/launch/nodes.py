@@ -47,9 +47,8 @@ def follow(
         TrainflowError: the failure that ended the training, on whichever machine it happened.
     """
     if config.rendezvous is None:
-        raise ConfigError(
-            "No leader address was given.", field="train.launch.rendezvous", value="none", remedy="Give host:port."
-        )
+        what, field = "No leader address was given.", "train.launch.rendezvous"
+        raise ConfigError(what, field=field, value="none", remedy="Give host:port.")
     nodes = config.nodes if config.several_nodes else "1:2"  # the leading machine decides how many take part
     threads = {**os.environ, **config.env}.get("OMP_NUM_THREADS", "")
     asked = int(threads) if config.threads is None and threads.isdigit() else config.threads

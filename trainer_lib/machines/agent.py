@@ -304,7 +304,7 @@ def _lead(run_dir: RunDir, config: LaunchConfig, request: dict[str, Any]) -> int
     if request["verb"] == NOTHING:
         _publish_outcome(rendezvous, None, most - 1, READ_S)
         return 0
-    _use_interface(config)
+    environment.use_interface(host, config.interface)
     rendezvous.set("request", request)
     followers: list[dict[str, Any]] = []
     try:
@@ -362,7 +362,7 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
         store = reach(host, port)
         outcome = None
         if store is not None:
-            _use_interface(config)
+            environment.use_interface(host, config.interface)
             try:
                 outcome = _attempt(run_dir, config, Rendezvous(store))
             except Lost:
@@ -445,14 +445,6 @@ def _wait_for(rendezvous: Rendezvous, key: str, seconds: float | None = None) ->
             return value
         time.sleep(RETRY_S)
     return None
-
-
-def _use_interface(config: LaunchConfig) -> None:
-    """Have the workers use the network interface that leads to the other machines."""
-    interface = config.interface or environment.interface_towards(config.endpoint[0])
-    if interface is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
 
 
 if __name__ == "__main__":

@@ -68,9 +68,8 @@ def open_store(host: str, port: int) -> TCPStore:
 def reach(host: str, port: int) -> TCPStore | None:
     """Connect to the store at this address; None when no process listens there."""
     try:
-        socket.create_connection(
-            (host, port), timeout=CONNECT_S
-        ).close()  # fails faster than the store does, and without a log line
+        # It fails faster than the store does, and without a log line.
+        socket.create_connection((host, port), timeout=CONNECT_S).close()
         timeout = timedelta(seconds=OPERATION_S)
         return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timeout)
     except (OSError, DistError, RuntimeError):
@@ -188,8 +187,7 @@ def _seated(nodes: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for rank, count in claimed.items():
         if count > 1:
             hosts = " and ".join(node["host"] for node in nodes if node["node_rank"] == rank)
-            raise ConfigError(
-                f"{hosts} claim the same place.", field="train.launch.node_rank", value=rank, remedy="Number them."
-            )
+            what, field = f"{hosts} claim the same place.", "train.launch.node_rank"
+            raise ConfigError(what, field=field, value=rank, remedy="Number them.")
     # Those that did not choose come after those that did, as they arrived.
     return sorted(nodes, key=lambda node: (node["node_rank"] is None, node["node_rank"] or 0, node["number"]))

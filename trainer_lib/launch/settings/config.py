@@ -32,7 +32,6 @@ _OURS = {
     **dict.fromkeys(("signal", "input", "export", "export-file", "chdir", "test-only"), "grace_s, env and the spec"),
 }
 _RESOURCE = re.compile(r"[A-Za-z_][\w:.-]*")
-_LAUNCHERS = {"accelerate": "accelerate", "deepspeed": "deepspeed"}  # kind -> the package that brings the launcher
 
 
 def _option(default: Any, description: str, **bounds: float) -> Any:
@@ -228,7 +227,6 @@ def _check_environment(config: LaunchConfig) -> None:
 
 
 def _with_accelerate_file(config: LaunchConfig) -> LaunchConfig:
-    """Take processes and machines from accelerate's configuration file; raise ConfigError for a contradiction."""
     from trainer_lib.launch.settings import accelerate
 
     written = accelerate.read_launch_settings(config.config_file)
@@ -254,13 +252,11 @@ def _check_range(config: LaunchConfig) -> None:
     try:
         least, most = config.node_range
     except ValueError:
-        raise refused(
-            "nodes", config.nodes, "This is neither a number of machines nor a range.", 'Write 2, or "1:4".'
-        ) from None
+        what = "This is neither a number of machines nor a range."
+        raise refused("nodes", config.nodes, what, 'Write 2, or "1:4".') from None
     if not 1 <= least <= most:
-        raise refused(
-            "nodes", config.nodes, "This is not a range of machines.", 'Write the smaller number first: "1:4".'
-        )
+        remedy = 'Write the smaller number first: "1:4".'
+        raise refused("nodes", config.nodes, "This is not a range of machines.", remedy)
 
 
 def _check_nodes(config: LaunchConfig) -> None:
@@ -299,10 +295,9 @@ def check_rendezvous(config: LaunchConfig) -> None:
             listener.bind(address)
             listener.listen(1)
     except OSError as error:
-        reason = error.strerror or str(error)
-        what = "rendezvous"
+        what = f"This machine cannot listen there: {error.strerror or error}."
         remedy = "Give an address of this machine, which leads (node_rank 0), and a free port."
-        raise refused(what, config.rendezvous, f"This machine cannot listen there: {reason}.", remedy) from error
+        raise refused("rendezvous", config.rendezvous, what, remedy) from error
 
 
 def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
@@ -311,9 +306,7 @@ def _processes(config: LaunchConfig, *, use_cpu: bool) -> int:
     if config.devices is not None and not use_cpu and on_devices == 0:
         raise refused("devices", list(config.devices), "This machine has no CUDA device.", "Leave it out.")
     if config.processes == "auto":
-        if config.is_one_process:
-            return 1
-        return on_devices or min(num_cores(), 2)
+        return 1 if config.is_one_process else on_devices or min(num_cores(), 2)
     if "TRAINFLOW_LOCAL_RANK" in config.env:
         return config.processes  # one task of several here: the scheduler that started them has counted the devices
     if on_devices and config.processes > on_devices:
@@ -348,10 +341,10 @@ def _with_environment(config: LaunchConfig) -> LaunchConfig:
 
 def _with_machines(config: LaunchConfig, found: environment.Machines) -> LaunchConfig:
     """Take the machines that Kubeflow, SkyPilot or dstack started: they start their own processes."""
-    if found.processes is not None and config.processes not in ("auto", found.processes):
-        what = f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE)."
-        raise refused("processes", config.processes, what, "Leave it out, or make them equal.")
     if found.processes is not None:
+        if config.processes not in ("auto", found.processes):
+            what = f"The job starts {found.processes} processes on each machine (PET_NPROC_PER_NODE)."
+            raise refused("processes", config.processes, what, "Leave it out, or make them equal.")
         config = replace(config, processes=found.processes)
     return _among(config, found.nodes, found.node_rank, found.master)
 
@@ -376,26 +369,18 @@ def _among(config: LaunchConfig, nodes: int | str, rank: int | None, master: tup
 
 
 def _check_engine(config: LaunchConfig) -> None:
-    """Check the settings of an engine. Its package is not imported: whether it is installed can be seen from here.
-
-    Raises:
-        ConfigError: an unknown engine, one that is not installed here, settings that do not belong to it.
-    """
     known = get_args(Engine)
     if config.engine is None:
         name = "address" if config.address is not None else "engine_options"
-        raise refused(
-            name, getattr(config, name), "Only an engine reads this setting.", f"Set engine ({', '.join(known)})."
-        )
+        remedy = f"Set engine ({', '.join(known)})."
+        raise refused(name, getattr(config, name), "Only an engine reads this setting.", remedy)
     if config.engine not in known:
         raise refused("engine", config.engine, "This is not an engine.", f"Choose one of {', '.join(known)}.")
     if config.kind not in ("auto", "torchrun", "process"):
         raise refused("kind", config.kind, "An engine starts the processes of each machine itself.", "Remove it.")
     for name in _DECIDED:
-        if getattr(config, name) is not None:
-            raise refused(
-                name, getattr(config, name), f"The engine {config.engine} decides this on the cluster.", "Remove it."
-            )
+        if (value := getattr(config, name)) is not None:
+            raise refused(name, value, f"The engine {config.engine} decides this on the cluster.", "Remove it.")
     if config.processes == "auto" and not config.is_one_process:
         what = "The devices of the cluster's machines cannot be seen from here, and the global batch depends on them."
         raise refused("processes", "auto", what, "Give the number of processes of each machine.")
@@ -426,9 +411,8 @@ def _check_slurm(config: LaunchConfig) -> None:
             remedy = "Run the command where jobs are submitted, on a login node of the cluster."
             raise refused("engine", "slurm", f"Slurm's program {program} is not on this machine's PATH.", remedy)
     if config.address is not None:
-        raise refused(
-            "address", config.address, "Slurm's programs know their cluster.", "Remove it (engine_options.clusters)."
-        )
+        remedy = "Remove it (engine_options.clusters)."
+        raise refused("address", config.address, "Slurm's programs know their cluster.", remedy)
     for name, value in config.engine_options.items():
         if name in _OURS:
             remedy = "Remove it." if _OURS[name] == "nothing" else f"Remove it; see {_OURS[name]}."
@@ -456,9 +440,7 @@ def require_torch() -> None:
 
 def check_installed(kind: str) -> None:
     """Raises MissingExtraError where the package that brings this launcher is not installed."""
-    package = _LAUNCHERS.get(kind)
-    if package is not None and importlib.util.find_spec(package) is None:
-        what = f"This launcher belongs to the package {package}, which is not installed."
-        raise MissingExtraError(
-            what, extra="deepspeed" if package == "deepspeed" else "torch", field="train.launch.kind", value=kind
-        )
+    extra = {"accelerate": "torch", "deepspeed": "deepspeed"}.get(kind)  # each launcher has its package's name
+    if extra is not None and importlib.util.find_spec(kind) is None:
+        what = f"This launcher belongs to the package {kind}, which is not installed."
+        raise MissingExtraError(what, extra=extra, field="train.launch.kind", value=kind)
