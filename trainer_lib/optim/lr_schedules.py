@@ -1,9 +1,10 @@
 """Learning-rate schedules: each is a factor on the optimizer's learning rate, as a function of the optimizer step.
 
 Steps count from 0; `warmup` and `total` are numbers of optimizer steps, and p is the share of the steps after the
-warm-up that have passed. The state of a schedule is its step count, in plain JSON. The formulas are those of the
-transformers library, which cites big_vision for the inverse square root and MiniCPM (arXiv:2404.06395) for
-warm-up-stable-decay; cosine with restarts is SGDR (arXiv:1608.03983).
+warm-up that have passed. A formula holds after the warm-up, in which the factor rises from 0 to 1. The state of a
+schedule is its step count, in plain JSON. The formulas are those of the transformers library, which cites big_vision
+for the inverse square root and MiniCPM (arXiv:2404.06395) for warm-up-stable-decay; cosine with restarts is SGDR
+(arXiv:1608.03983).
 """
 
 from __future__ import annotations
@@ -113,82 +114,67 @@ def _require(holds: bool, name: str, value: object, remedy: str) -> None:
         raise ConfigError("The value is out of range.", field=f"lr_scheduler_kwargs.{name}", value=value, remedy=remedy)
 
 
-Factor = Callable[[int], float]
 AnySchedule = LRScheduler | ReduceLROnPlateau | GreedyLR
 
 _SHAPES = ("linear", "cosine", "1-sqrt")
 
 
-def _after_warmup(warmup: int, factor: Factor) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then follow `factor`."""
-    return lambda step: step / max(1, warmup) if step < warmup else factor(step)
+def linear(step: int, *, warmup: int, total: int) -> float:
+    """Fall to 0 on a straight line."""
+    return max(0.0, (total - step) / max(1, total - warmup))  # max: training may end within the warm-up
 
 
-def linear(*, warmup: int, total: int) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then fall to 0 on a straight line."""
-    # max: training may end within the warm-up.
-    return _after_warmup(warmup, lambda step: max(0.0, (total - step) / max(1, total - warmup)))
-
-
-def constant() -> Factor:
+def constant(step: int) -> float:
     """Stay at 1 throughout."""
-    return lambda step: 1.0
+    return 1.0
 
 
-def constant_with_warmup(*, warmup: int) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then stay at 1."""
-    return _after_warmup(warmup, constant())
+def constant_with_warmup(step: int, *, warmup: int) -> float:
+    """Stay at 1 after the warm-up."""
+    return 1.0
 
 
-def cosine(*, warmup: int, total: int, num_cycles: float = 0.5, floor: float = 0.0) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then follow ½(1 + cos 2π·num_cycles·p) between 1 and `floor`."""
-
-    def factor(step: int) -> float:
-        progress = (step - warmup) / max(1, total - warmup)
-        wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
-        return max(0.0, wave * (1.0 - floor) + floor)
-
-    return _after_warmup(warmup, factor)
+def cosine(step: int, *, warmup: int, total: int, num_cycles: float = 0.5, floor: float = 0.0) -> float:
+    """Follow ½(1 + cos 2π·num_cycles·p) between 1 and `floor`."""
+    return _wave((step - warmup) / max(1, total - warmup), num_cycles, floor)
 
 
-def cosine_with_restarts(*, warmup: int, total: int, num_cycles: float = 1) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then follow `num_cycles` half cosines, each from 1 to 0 (SGDR)."""
-
-    def factor(step: int) -> float:
-        progress = (step - warmup) / max(1, total - warmup)
-        # Otherwise the remainder would be 0 again and the rate would jump back to 1.
-        if progress >= 1.0:
-            return 0.0
-        return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
-
-    return _after_warmup(warmup, factor)
+def _wave(progress: float, num_cycles: float, floor: float) -> float:
+    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
+    return max(0.0, wave * (1.0 - floor) + floor)
 
 
-def polynomial(*, warmup: int, total: int, lr: float, lr_end: float = 1e-7, power: float = 1.0) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then follow (lr − lr_end)·(1 − p)^power + lr_end, as a factor on `lr`."""
+def cosine_with_restarts(step: int, *, warmup: int, total: int, num_cycles: float = 1) -> float:
+    """Follow `num_cycles` half cosines, each from 1 to 0 (SGDR)."""
+    progress = (step - warmup) / max(1, total - warmup)
+    # Otherwise the remainder would be 0 again and the rate would jump back to 1.
+    if progress >= 1.0:
+        return 0.0
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * ((num_cycles * progress) % 1.0))))
+
+
+def polynomial(step: int, *, warmup: int, total: int, lr: float, lr_end: float = 1e-7, power: float = 1.0) -> float:
+    """Follow (lr − lr_end)·(1 − p)^power + lr_end, as a factor on `lr`."""
     if not lr > lr_end:
         raise _refused("lr_end", lr_end, f"The final rate must be below the learning rate ({lr}).", "Lower it.")
-
-    def factor(step: int) -> float:
-        if step > total:  # beyond the end the power of a negative number would not be real
-            return lr_end / lr
-        left = 1.0 - (step - warmup) / max(1, total - warmup)
-        return float(((lr - lr_end) * left**power + lr_end) / lr)
-
-    return _after_warmup(warmup, factor)
+    if step > total:  # beyond the end the power of a negative number would not be real
+        return lr_end / lr
+    left = 1.0 - (step - warmup) / max(1, total - warmup)
+    return float(((lr - lr_end) * left**power + lr_end) / lr)
 
 
-def inverse_sqrt(*, warmup: int, timescale: int | None = None) -> Factor:
-    """Rise from 0 to 1 over the warm-up, then follow 1/√((step + timescale − warmup)/timescale), without a jump.
+def inverse_sqrt(step: int, *, warmup: int, timescale: int | None = None) -> float:
+    """Follow 1/√((step + timescale − warmup)/timescale), without a jump.
 
     `timescale` is in steps; the default is the warm-up, or 10,000 without one.
     """
     # 10,000 as in the reference, which has it from big_vision.
     scale = timescale or warmup or 10_000
-    return _after_warmup(warmup, lambda step: 1.0 / math.sqrt((step + scale - warmup) / scale))
+    return 1.0 / math.sqrt((step + scale - warmup) / scale)
 
 
 def cosine_with_min_lr(
+    step: int,
     *,
     warmup: int,
     total: int,
@@ -196,12 +182,14 @@ def cosine_with_min_lr(
     num_cycles: float = 0.5,
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
-) -> Factor:
+) -> float:
     """Follow `cosine` down to `min_lr`, or to the share `min_lr_rate` of the learning rate, instead of to 0."""
-    return cosine(warmup=warmup, total=total, num_cycles=num_cycles, floor=_floor(lr, min_lr, min_lr_rate))
+    floor = _floor(lr, min_lr, min_lr_rate)
+    return cosine(step, warmup=warmup, total=total, num_cycles=num_cycles, floor=floor)
 
 
 def cosine_warmup_with_min_lr(
+    step: int,
     *,
     warmup: int,
     total: int,
@@ -210,24 +198,20 @@ def cosine_warmup_with_min_lr(
     min_lr: float | None = None,
     min_lr_rate: float | None = None,
     warmup_lr_rate: float | None = None,
-) -> Factor:
+) -> float:
     """Follow `cosine_with_min_lr`, with a warm-up that starts at `warmup_lr_rate` (default: 1/warmup) instead of 0."""
     floor = _floor(lr, min_lr, min_lr_rate)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            if warmup_lr_rate is None:
-                return (step + 1.0) / max(1.0, warmup)
-            # warmup - 1: the last step of the warm-up reaches the full rate, as in the reference.
-            return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
-        progress = (step - warmup + 1.0) / max(1.0, total - warmup)  # the reference's shift by one step
-        wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * num_cycles * progress))
-        return max(0.0, wave * (1.0 - floor) + floor)
-
-    return factor
+    if step < warmup:
+        if warmup_lr_rate is None:
+            return (step + 1.0) / max(1.0, warmup)
+        # warmup - 1: the last step of the warm-up reaches the full rate, as in the reference.
+        return warmup_lr_rate + (1.0 - warmup_lr_rate) * step / max(1, warmup - 1)
+    # The reference's shift by one step.
+    return _wave((step - warmup + 1.0) / max(1.0, total - warmup), num_cycles, floor)
 
 
 def warmup_stable_decay(
+    step: int,
     *,
     warmup: int,
     total: int | None,
@@ -237,7 +221,7 @@ def warmup_stable_decay(
     decay_type: str = "cosine",
     min_lr_ratio: float = 0.0,
     num_cycles: float = 0.5,
-) -> Factor:
+) -> float:
     """Rise over the warm-up, stay at 1, then decay over `num_decay_steps` to `min_lr_ratio`.
 
     The stable part has `num_stable_steps`; when not given, all the steps that warm-up and decay leave.
@@ -253,20 +237,15 @@ def warmup_stable_decay(
             "Give either of the two.",
         )
     stable = num_stable_steps if num_stable_steps is not None else (total or 0) - warmup - num_decay_steps
-
-    def between(share: float) -> float:
-        return max(0.0, share * (1.0 - min_lr_ratio) + min_lr_ratio)
-
-    def factor(step: int) -> float:
-        if step < warmup:
-            return between(_rise(warmup_type, step / max(1, warmup)))
-        if step < warmup + stable:
-            return 1.0
-        if step < warmup + stable + num_decay_steps:
-            return between(_fall(decay_type, (step - warmup - stable) / max(1, num_decay_steps), num_cycles))
+    if step < warmup:
+        share = _rise(warmup_type, step / max(1, warmup))
+    elif step < warmup + stable:
+        return 1.0
+    elif step < warmup + stable + num_decay_steps:
+        share = _fall(decay_type, (step - warmup - stable) / max(1, num_decay_steps), num_cycles)
+    else:
         return min_lr_ratio
-
-    return factor
+    return max(0.0, share * (1.0 - min_lr_ratio) + min_lr_ratio)
 
 
 def _rise(shape: str, progress: float) -> float:
@@ -281,7 +260,7 @@ def _fall(shape: str, progress: float, cycles: float) -> float:
     if shape == "linear":
         return 1.0 - progress
     if shape == "cosine":
-        return 0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress))
+        return _wave(progress, cycles, 0.0)
     return 1.0 - math.sqrt(progress)
 
 
@@ -298,7 +277,7 @@ def _refused(name: str, value: object, message: str, remedy: str) -> ConfigError
     return ConfigError(message, field=f"lr_scheduler_kwargs.{name}", value=shown, remedy=remedy)
 
 
-FACTORS: Mapping[SchedulerType, Callable[..., Factor]] = {
+FACTORS: Mapping[SchedulerType, Callable[..., float]] = {
     SchedulerType.LINEAR: linear,
     SchedulerType.COSINE: cosine,
     SchedulerType.COSINE_WITH_RESTARTS: cosine_with_restarts,
@@ -310,13 +289,15 @@ FACTORS: Mapping[SchedulerType, Callable[..., Factor]] = {
     SchedulerType.COSINE_WARMUP_WITH_MIN_LR: cosine_warmup_with_min_lr,
     SchedulerType.WARMUP_STABLE_DECAY: warmup_stable_decay,
 }
+#: These rise over the warm-up in their own way; the others from 0 to 1, on a straight line.
+_OWN_WARMUP = (SchedulerType.COSINE_WARMUP_WITH_MIN_LR, SchedulerType.WARMUP_STABLE_DECAY)
 #: Schedules that step on an evaluation's metric instead of on the optimizer's step.
 METRIC_SCHEDULES: Mapping[SchedulerType, type[ReduceLROnPlateau] | type[GreedyLR]] = {
     SchedulerType.REDUCE_ON_PLATEAU: ReduceLROnPlateau,
     SchedulerType.GREEDY: GreedyLR,
 }
 # Parameters that this module fills: they are not settings.
-_GIVEN = ("warmup", "total", "lr", "floor", "optimizer", "self")
+_GIVEN = ("step", "warmup", "total", "lr", "floor", "optimizer", "self")
 
 
 def get_scheduler(
@@ -360,7 +341,14 @@ def get_scheduler(
             raise ConfigError(f"The schedule {kind} needs this number.", field=text, value="none", remedy=remedy)
     # Only what the formula takes: a constant rate has neither a warm-up nor a total.
     fixed = {key: value for key, value in given.items() if key in parameters}
-    return LambdaLR(optimizer, maker(**fixed, **_checked(maker, settings, kind)))
+    given = {**fixed, **_checked(maker, settings, kind)}
+    rise = 0 if kind in _OWN_WARMUP else fixed.get("warmup", 0)
+
+    def factor(step: int) -> float:
+        return step / max(1, rise) if step < rise else maker(step, **given)
+
+    maker(rise, **given)  # settings that do not fit are refused now, and not after the warm-up
+    return LambdaLR(optimizer, factor)
 
 
 def create_scheduler(args: TrainingArguments, optimizer: Optimizer, num_training_steps: int) -> AnySchedule:
