@@ -126,7 +126,7 @@ class Loaders:
             collate = trainer._get_collator_with_removed_columns(collate, description=description)
         # The column that samples are sorted by is not an input, not even of a model that takes any keyword.
         name = trainer.args.length_column_name
-        if sorts_by_length(trainer.args) and name not in (self._internals.facts.forward.columns or ()):
+        if sorts_by_length(trainer.args) and name not in (self._internals.facts.columns or ()):
             collate = WithoutColumn(collate, name)
         return dataset, collate
 
@@ -344,7 +344,7 @@ class DataMethods(TrainerBase):
 
     def _set_signature_columns_if_needed(self) -> None:
         """Set `self._signature_columns`, the columns that are kept, unless they are set."""
-        columns = self._trainflow.facts.forward.columns
+        columns = self._trainflow.facts.columns
         if self._signature_columns is None and columns is not None:
             self._signature_columns = list(dict.fromkeys([*columns, *LABELS, *self.label_names]))
 

@@ -52,7 +52,7 @@ def _held_out(work: Work[MergeRequest], args: Any, model: nn.Module, prepared: d
     if not names:
         return []
     split, trainer = ArrowSplit(prepared, names[0]), build_trainer(work, args, model, [])
-    takes = trainer._trainflow.facts.forward.columns
+    takes = trainer._trainflow.facts.columns
     rows = [trainer.data_collator([split[row]]) for row in range(min(len(split), work.request.prompts))]
     return [{name: value for name, value in row.items() if takes is None or name in takes} for row in rows]
 

@@ -121,7 +121,7 @@ def test_labels_columns_and_the_count_are_those_of_the_model_inside(tmp_path: Pa
     inside = bert(cls="BertForQuestionAnswering", num_labels=2)
     one = trainer(tmp_path, None, model=peft().get_peft_model(inside, peft().LoraConfig(target_modules=["query"])))
     assert one.label_names == ["start_positions", "end_positions"]
-    assert "token_type_ids" in (one._trainflow.facts.forward.columns or ())
+    assert "token_type_ids" in (one._trainflow.facts.columns or ())
 
 
 def test_gradient_checkpointing_lets_gradients_reach_the_adapters(tmp_path: Path) -> None:

@@ -120,7 +120,7 @@ class TrainerBase:
         lambda self: self.args.neftune_noise_alpha, "The noise of NEFTune that the next training adds."
     )
     model_accepts_loss_kwargs: _Derived[bool] = _Derived(
-        lambda self: self._trainflow.facts.forward.accepts_loss_kwargs,
+        lambda self: self._trainflow.facts.accepts_loss_kwargs,
         "Whether the model's forward takes `num_items_in_batch`, by name or among its keyword arguments.",
     )
     loss_is_scaled_for_ga: bool | None = None
@@ -142,7 +142,7 @@ class TrainerBase:
         "The tokens that were counted before this call of `train`.",
     )
     _loss_shifts_labels: _Derived[bool] = _Derived(
-        lambda self: self._trainflow.facts.forward.shifts_labels,
+        lambda self: self._trainflow.facts.shifts_labels,
         "Whether the model's loss compares position t with label t + 1.",
     )
     _created_lr_scheduler: _Derived[bool] = _Derived(

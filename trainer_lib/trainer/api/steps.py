@@ -38,7 +38,7 @@ class StepMethods(TrainerBase):
         """A batch on the device, with the memory of the last one (`past_index`). Raises DataError for an empty one."""
         internals = self._trainflow
         if isinstance(inputs, MAPPINGS) and not inputs:
-            columns = internals.facts.forward.columns
+            columns = internals.facts.columns
             what = f"A batch has nothing that the model takes ({', '.join(columns or ()) or 'no parameter'})."
             remedy = "Name the columns like the parameters of the model's forward, or give a data_collator."
             raise DataError(what, field="train_dataset", remedy=remedy)

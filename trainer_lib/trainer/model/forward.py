@@ -152,7 +152,7 @@ class Forward:
             return model(*(inputs if isinstance(inputs, list | tuple) else (inputs,)))
         except TypeError as error:
             # A TypeError may come from anywhere inside the forward: only names that do not fit replace it.
-            if isinstance(inputs, MAPPINGS) and (misfit := self._internals.facts.forward.misfit(inputs)) is not None:
+            if isinstance(inputs, MAPPINGS) and (misfit := self._internals.facts.misfit(inputs)) is not None:
                 raise misfit from error
             raise
 
@@ -161,8 +161,8 @@ class Forward:
 
         Labels ``[batch, sequence]`` that are not -100, shifted by one where the model's loss shifts them; else samples.
         """
-        forward = self._internals.facts.forward
-        shifts = forward.shifts_labels and not forward.has_prompt
+        facts = self._internals.facts
+        shifts = facts.shifts_labels and not facts.has_prompt
         items = count_items(inputs, self._trainer.label_names, shifts=shifts, samples=samples)
         if items is None:
             what = "The samples of the batch cannot be counted, so its loss would have no weight."
@@ -194,14 +194,14 @@ class Forward:
 
     def compute_loss(self, model: nn.Module, inputs: Any, num_items: torch.Tensor | int | None) -> tuple[Any, Any]:
         """(loss ``[]``, outputs): the model's own loss, or `compute_loss_func`'s, or the label smoother's."""
-        trainer, forward = self._trainer, self._internals.facts.forward
+        trainer, facts = self._trainer, self._internals.facts
         func, smoother, labels = trainer.compute_loss_func, trainer.label_smoother, None
         if isinstance(inputs, MAPPINGS) and (func is not None or smoother is not None):
             labels = self._labels(inputs)
             if labels is not None and self._drops_labels(inputs):
                 inputs = {name: value for name, value in inputs.items() if name not in trainer.label_names}
         own = func is None and (smoother is None or labels is None)
-        takes_items = forward.uses_num_items or self.rule.model_takes_items
+        takes_items = facts.uses_num_items or self.rule.model_takes_items
         if own and num_items is not None and takes_items and isinstance(inputs, MAPPINGS):
             outputs = self._call_with_items(model, inputs, num_items)
         else:
@@ -215,7 +215,7 @@ class Forward:
         if smoother is not None and labels is not None:
             divided = self._internals.engine.strategy.divided_loss(model)
             over: dict[str, Any] = {"cross_entropy": divided.cross_entropy} if divided and divided.is_on else {}
-            return smoother(outputs, labels, shift_labels=forward.shifts_labels, **over), outputs
+            return smoother(outputs, labels, shift_labels=facts.shifts_labels, **over), outputs
         loss = loss_of(outputs, inputs)
         if self.scale is LossScale.SHARE and isinstance(outputs, MAPPINGS) and outputs.get("aux_loss") is not None:
             loss = self._weigh_routers(loss, outputs["aux_loss"])
@@ -245,7 +245,7 @@ class Forward:
         run, sources, self.sources = self._internals.run, self.sources, None
         if sources is not None and run is not None and run.history.sources is not None:
             labels = self._labels(inputs) if labels is None else labels
-            shifts = self._internals.facts.forward.shifts_labels
+            shifts = self._internals.facts.shifts_labels
             part = self._internals.engine.strategy.part_of_targets(self._trainer.model_wrapped)
             if part is not None:
                 labels, sources, shifts = part(labels, _NO_TARGET), part(sources, 0), False
@@ -255,7 +255,7 @@ class Forward:
         """The outputs of a model that may divide its loss by the count; notes in `scale` if it did."""
         device = self._internals.world.device
         if self._trainer.args.torch_compile:  # a compiled graph takes a plain tensor, so trust what its source says
-            if self._internals.facts.forward.divides_by_items:
+            if self._internals.facts.divides_by_items:
                 self.scale = LossScale.SHARE
             return self.call(model, {**inputs, "num_items_in_batch": plain_items(num_items, device)})
         items = num_items if isinstance(num_items, CountedItems) else CountedItems.of(num_items, device)
@@ -284,7 +284,7 @@ class Forward:
         # The loss is computed here, so without labels the model skips its own. Decoders may need them to shift inputs.
         if getattr(getattr(self._trainer.model, "config", None), "is_encoder_decoder", False):
             return "decoder_input_ids" in inputs or "decoder_inputs_embeds" in inputs
-        return self._trainer.compute_loss_func is not None or self._internals.facts.forward.open_ended
+        return self._trainer.compute_loss_func is not None or self._internals.facts.open_ended
 
     # -- prediction ---------------------------------------------------------------------------------------------------
 

@@ -441,12 +441,18 @@ def non_embedding_parameters(model: nn.Module, numel: Callable[[nn.Parameter], i
 _SHIFTING = ("CausalLM", "LMHeadModel", "ForConditionalGeneration")
 
 
-class ForwardInfo:
-    """The parameters of `model.forward`; wrappers of torch.compile and of adapters are looked through.
+_KEYS_AND_VALUES = ("past_key_values", "cache")  # the output's name up to transformers 5.23, and from 5.24 on
+
+
+class ModelFacts:
+    """The known facts about the model under training, most of them of its `forward`.
+
+    Wrappers of torch.compile and of adapters are looked through. `numel`: the elements of a whole parameter, even of a
+    sharded one.
 
     Attributes:
-        columns: names of its parameters; None when ``**kwargs`` takes any name. The ``**kwargs`` of a transformers
-            model take settings and no data.
+        columns: names of the parameters of `forward`; None when ``**kwargs`` takes any name. The ``**kwargs`` of a
+            transformers model take settings and no data.
         labels: parameters that hold labels.
         uses_num_items: it takes `num_items_in_batch`, and may divide its loss by it.
         accepts_loss_kwargs: it is given `num_items_in_batch` by the reference: it declares so, or has ``**kwargs``.
@@ -454,9 +460,16 @@ class ForwardInfo:
         shifts_labels: its loss compares position t with label t + 1.
         has_prompt: trained virtual tokens precede every row, so the first label is a target as well.
         returns_loss: ``return_loss`` defaults to True (contrastive models).
+        main_input: the name of its main input, whose elements count as tokens.
+        flops_per_item: floating-point operations of a forward and backward pass for one token or sample.
+        own_flops: the model's own `floating_point_ops(inputs)`, if it has one.
+        ignored_outputs: outputs that predictions leave out (``keys_to_ignore_at_inference``); by default, those of a
+            transformers model with its keys and values.
     """
 
-    def __init__(self, model: nn.Module, label_names: Sequence[str] | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, label_names: Sequence[str] | None, numel: Callable[[nn.Parameter], int]
+    ) -> None:
         inner = innermost(model)
         parameters = parameters_of(inner.forward)
         self.open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -471,6 +484,13 @@ class ForwardInfo:
         self.shifts_labels = _shifts(inner)
         self.has_prompt = has_virtual_tokens(model)
         self.returns_loss = "return_loss" in parameters and parameters["return_loss"].default is True
+        own = getattr(model, "floating_point_ops", None)
+        default = _KEYS_AND_VALUES if is_transformers(inner) else ()
+        ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", default)
+        self.main_input: str = getattr(model, "main_input_name", "input_ids")
+        self.flops_per_item = 6 * non_embedding_parameters(model, numel)
+        self.own_flops: Callable[[Any], Any] | None = own if callable(own) else None
+        self.ignored_outputs: tuple[str, ...] = tuple(ignored or ())
 
     def misfit(self, names: Collection[str]) -> ConfigError | None:
         """The error for a batch with names that the model does not take; None when it takes them."""
@@ -521,33 +541,3 @@ def _shifts(model: nn.Module) -> bool:
         return False  # an encoder-decoder shifts the decoder's inputs: every label is a target
     name = str(getattr(model, "loss_type", None) or type(model).__name__)
     return any(part in name for part in _SHIFTING)
-
-
-_KEYS_AND_VALUES = ("past_key_values", "cache")  # the output's name up to transformers 5.23, and from 5.24 on
-
-
-class ModelFacts:
-    """The known facts about the model under training.
-
-    Args:
-        numel: the elements of a whole parameter, even of a sharded one.
-
-    Attributes:
-        main_input: the name of its main input, whose elements count as tokens.
-        flops_per_item: floating-point operations of a forward and backward pass for one token or sample.
-        own_flops: the model's own `floating_point_ops(inputs)`, if it has one.
-        ignored_outputs: outputs that predictions leave out (``keys_to_ignore_at_inference``); by default, those of a
-            transformers model with its keys and values.
-    """
-
-    def __init__(
-        self, model: nn.Module, label_names: Sequence[str] | None, numel: Callable[[nn.Parameter], int]
-    ) -> None:
-        own = getattr(model, "floating_point_ops", None)
-        default = _KEYS_AND_VALUES if is_transformers(innermost(model)) else ()
-        ignored = getattr(getattr(model, "config", None), "keys_to_ignore_at_inference", default)
-        self.forward = ForwardInfo(model, label_names)
-        self.main_input: str = getattr(model, "main_input_name", "input_ids")
-        self.flops_per_item = 6 * non_embedding_parameters(model, numel)
-        self.own_flops: Callable[[Any], Any] | None = own if callable(own) else None
-        self.ignored_outputs: tuple[str, ...] = tuple(ignored or ())

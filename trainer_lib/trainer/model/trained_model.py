@@ -136,8 +136,8 @@ class TrainedModel:
         """Find the facts about the model. Raises ConfigError for a model that cannot be trained as asked."""
         trainer, strategy, args = self._trainer, self._internals.engine.strategy, self._trainer.args
         facts = self._internals.facts = ModelFacts(trainer.model, args.label_names, strategy.numel)
-        trainer.label_names = list(facts.forward.labels)
-        trainer.can_return_loss = facts.forward.returns_loss
+        trainer.label_names = list(facts.labels)
+        trainer.can_return_loss = facts.returns_loss
         models.check_settings(trainer.model, args)
         if args.fp8:  # here, since a strategy that shards holds on to the layers that it finds
             use_float8(trainer.model, args)
