@@ -88,10 +88,10 @@ def load(request: OptimizerRequest, module: str, name: str, package: str) -> Any
 
 def _bitsandbytes(request: OptimizerRequest) -> Served:
     name = request.name.value
-    # The first part that is in the name: only one of them is.
-    family = next(known for known in ("ademamix", "adam", "lion", "rmsprop") if known in name)
-    class_name = {"ademamix": "AdEMAMix", "adam": "AdamW", "lion": "Lion", "rmsprop": "RMSprop"}[family]
-    cls = load(request, "bitsandbytes.optim", class_name, "bitsandbytes")
+    # The first that is in the name: only one of them is.
+    classes = {"ademamix": "AdEMAMix", "adam": "AdamW", "lion": "Lion", "rmsprop": "RMSprop"}
+    family = next(known for known in classes if known in name)
+    cls = load(request, "bitsandbytes.optim", classes[family], "bitsandbytes")
     kwargs: dict[str, Any] = {**request.lr, "optim_bits": 8 if "8bit" in name else 32}  # bits of the state
     if family == "rmsprop":
         return cls, kwargs

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -170,9 +171,10 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-def follows_metric(schedule: Any) -> bool:
-    """Whether a schedule steps with the metric of an evaluation: our own, or one that the user made."""
-    return any(kind.__name__ in _METRIC_SCHEDULES for kind in type(schedule).__mro__)
+@functools.cache  # asked at every step
+def follows_metric(schedule: type[Any]) -> bool:
+    """Whether schedules of a class step with the metric of an evaluation: our own, or one that the user made."""
+    return any(kind.__name__ in _METRIC_SCHEDULES for kind in schedule.__mro__)
 
 
 def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -236,7 +238,6 @@ class Engine:
         self._trainer = trainer
         self._events = events
         self.given_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
-        self._known_schedule: tuple[Any, bool] = (None, False)  # the newest schedule, and whether it follows a metric
         self.outside = OutsideParameters(trainer)
         self._has_trained = False
         self._measures_norm = False
@@ -307,7 +308,6 @@ class Engine:
 
     def reset(self) -> None:
         """Drop what an earlier `train` made; what the user gave is kept."""
-        self._known_schedule = (None, False)
         self.strategy.release()
         self.use_optimizers(*self.given_optimizers)
 
@@ -418,9 +418,7 @@ class Engine:
         rate = trainer._get_learning_rate()  # of this step: below, the schedule goes on to the next, in the same tensor
         run.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         schedule = trainer.lr_scheduler
-        if schedule is not self._known_schedule[0]:
-            self._known_schedule = schedule, follows_metric(schedule)
-        if schedule is not None and not self._known_schedule[1]:
+        if schedule is not None and not follows_metric(type(schedule)):
             schedule.step()
         optimizer.zero_grad()
         for other in self._others:
@@ -435,7 +433,7 @@ class Engine:
     def advance_schedule(self, steps: int) -> None:
         """Advance the schedule without the optimizer."""
         schedule = self._trainer.lr_scheduler
-        if schedule is not None and not follows_metric(schedule):
+        if schedule is not None and not follows_metric(type(schedule)):
             warnings.filterwarnings("ignore", message=_STEPPED_BEFORE)
             for _ in range(steps):
                 schedule.step()
@@ -475,7 +473,7 @@ class Engine:
     def step_metric_schedule(self, metrics: dict[str, float]) -> None:
         """Advance a schedule that follows a metric. Raises ConfigError when the metric is missing."""
         trainer = self._trainer
-        if not follows_metric(trainer.lr_scheduler):
+        if not follows_metric(type(trainer.lr_scheduler)):
             return
         name = str(trainer.args.metric_for_best_model or "loss")  # a schedule of the user's may come without a name
         name = name if name.startswith("eval_") else f"eval_{name}"

@@ -119,13 +119,10 @@ class Evaluator:
 
     def spool_folder(self) -> Path | None:
         """The run's folder when it is on a local disk: predictions are spooled there; None for the temporary folder."""
-        if self.trainer.args.output_dir is None:
-            return None
-        store = Store.open(self.trainer.args.output_dir, field="output_dir")
-        if not store.is_local:
-            return None
-        folder = store.local_path()
-        return folder if folder.is_dir() else None
+        given = self.trainer.args.output_dir
+        store = None if given is None else Store.open(given, field="output_dir")
+        folder = store.local_path() if store is not None and store.is_local else None
+        return folder if folder is not None and folder.is_dir() else None
 
 
 def _refuse_own_gathering(gather: Any) -> None:

@@ -195,11 +195,9 @@ class TrainingLoop:
         weights.micro_steps = trainer.current_gradient_accumulation_steps = len(samples)
         if run.skip_until > trainer.state.global_step:
             return samples
-        if "_track_num_input_tokens" in self._internals.signatures.overridden:
-            for batch in samples:
-                trainer._track_num_input_tokens(batch)
-        else:
-            trainer._track_num_input_tokens(samples)
+        one_by_one = "_track_num_input_tokens" in self._internals.signatures.overridden
+        for inputs in samples if one_by_one else [samples]:
+            trainer._track_num_input_tokens(inputs)
         return samples
 
     def _step(
@@ -441,8 +439,7 @@ def begin_run(
     if loaded is not None:
         max_steps = internals.restore.accept_batch(loaded, source, max_steps)
         internals.restore.load_model(loaded.url)
-    computes_own = "compute_loss" in internals.signatures.overridden
-    internals.forward.rule = LossRule.of(trainer, computes_own=computes_own)
+    internals.forward.rule = LossRule.of(trainer, computes_own="compute_loss" in internals.signatures.overridden)
     internals.model.prepare()
     engine.prepare_to_train()
     trainer.create_optimizer_and_scheduler(num_training_steps=max_steps)

@@ -294,10 +294,9 @@ class Restore:
         from_position = not trainer.args.ignore_data_skip or loaded.url != self._asked
         with loaded.treat_errors_as_damage(DATA):
             run.load_position(loaded.data, from_position=from_position)
+            run.rollback_step = int(loaded.data.get("rollback_step", saved.global_step))
         run.saved_step = run.first_step = saved.global_step  # `saved_step`: this step needs no second save
         run.first_tokens = saved.num_input_tokens_seen
-        with loaded.treat_errors_as_damage(DATA):
-            run.rollback_step = int(loaded.data.get("rollback_step", saved.global_step))
         now, then = trainer.args.to_dict(), loaded.training_args
         for name in sorted(now.keys() & then.keys()) if trainer.is_world_process_zero() else ():
             # Where a run lies, and where it resumes from, does not change what it computes.
