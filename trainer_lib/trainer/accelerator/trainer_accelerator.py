@@ -170,15 +170,10 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
 
     @override
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
-        """Backpropagate a loss ``[]``, which is divided by `gradient_accumulation_steps` if that was set here.
+        """Backpropagate a loss ``[]``, which is divided by `gradient_accumulation_steps` only if that was set here.
 
-        Args:
-            loss: scaling it for the Trainer's accumulation is up to the caller, as in the newest Trainer.
-            kwargs: passed to `Tensor.backward`; `learning_rate` and `scale_wrt_gas`, which the reference passes for
-                some engines, have no meaning here.
-
-        Raises:
-            ConfigError: DeepSpeed trains, whose backward takes no such argument.
+        `learning_rate` and `scale_wrt_gas`, which the reference passes for some engines, have no meaning. Raises
+        ConfigError for other `kwargs` where DeepSpeed trains, since its backward takes none.
         """
         engine, steps = self._internals.engine, self.gradient_accumulation_steps
         more = {name: value for name, value in kwargs.items() if name not in ("learning_rate", "scale_wrt_gas")}
@@ -194,11 +189,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
 
     @override
     def unscale_gradients(self, optimizer: Any = None) -> None:
-        """Divide gradients by the loss scale, once per step; nothing without a scaler.
-
-        Args:
-            optimizer: one or several; the Trainer's when not given.
-        """
+        """Divide gradients by the loss scale, once per step; without an optimizer, those of the Trainer's."""
         engine = self._internals.engine
         given = list(optimizer) if isinstance(optimizer, list | tuple) else [optimizer]
         for inner in (shared_state.unwrap(outer) for outer in given):
@@ -271,10 +262,9 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
 
     @override
     def gather(self, tensor: Any) -> Any:
-        """Every rank's tensors ``[batch, ...]``, joined to ``[sum of batches, ...]``; a scalar is one row.
+        """Join every rank's tensors ``[batch, ...]`` along the first dimension, which may differ; a scalar is one row.
 
-        Lists, tuples and mappings keep their form. First dimensions may differ between ranks; ConfigError when others
-        or dtypes do.
+        Raises ConfigError when other dimensions or dtypes differ.
         """
         return tensor if self.num_processes == 1 else gather_tree(self._internals.world.comm, tensor)
 
@@ -282,12 +272,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather what metrics are computed from: a dummy batch's rows and repeated samples are left out.
 
-        Args:
-            input_data: tensors ``[batch, ...]`` in any structure, or other objects.
-            use_gather_object: send tensors as objects: their shapes may differ, and the result is a list.
-
-        Raises:
-            ConfigError: shapes differ between ranks.
+        `use_gather_object`: tensors go as objects, and the result is a list. Else ConfigError when shapes differ.
         """
         if self.num_processes == 1:
             return input_data
@@ -322,17 +307,14 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
 
     @override
     def wait_for_everyone(self) -> None:
-        """Wait until every rank is here."""
         self._internals.world.comm.barrier()
 
     @override
     def main_process_first(self) -> AbstractContextManager[None]:
-        """A context that rank 0 runs before the other ranks."""
         return self._ordered(is_first=self.is_main_process)
 
     @override
     def local_main_process_first(self) -> AbstractContextManager[None]:
-        """A context that the first rank of every machine runs before its other ranks."""
         return self._ordered(is_first=self.is_local_main_process)
 
     @contextlib.contextmanager
@@ -354,15 +336,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare models, optimizers, loaders and schedules to train with; any other object stays as it is.
 
-        Args:
-            args: the objects.
-            device_placement: for each of them, whether it is moved to the device.
-
-        Returns:
-            The prepared objects in the order of `args`: one alone, several or none as a tuple.
-
-        Raises:
-            ConfigError: `device_placement` has another length, or the strategy cannot train one of the models.
+        Raises ConfigError when `device_placement` has another length, or the strategy cannot train one of the models.
         """
         places: list[Any] = device_placement or [None] * len(args)
         if len(places) != len(args):
@@ -394,10 +368,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
         """A model to train or, in `evaluation_mode`, to predict with, on the device and in the Trainer's precision.
 
         The Trainer's own model becomes the module that the Trainer trains. Another model gets replicas that average
-        their gradients where there are several processes; no strategy shards it.
-
-        Raises:
-            ConfigError: the strategy shards models, and this is not the Trainer's; or DeepSpeed has not started yet.
+        their gradients; ConfigError where the strategy shards models, or DeepSpeed has not started yet.
         """
         if self.unwrap_model(model) is self._trainer.model:
             return self._prepare_own_model(model, device_placement, evaluation_mode=evaluation_mode)
@@ -452,13 +423,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def unwrap_model(
         self, model: nn.Module, keep_fp32_wrapper: bool = True, keep_torch_compile: bool = False
     ) -> nn.Module:
-        """The user's own module, under all wrappers of strategies and of torch.compile; a PeftModel is not a wrapper.
-
-        Args:
-            model: a module, wrapped or not.
-            keep_fp32_wrapper: keep the forward that `prepare_model` made for the precision.
-            keep_torch_compile: keep the wrapper of torch.compile.
-        """
+        """The user's own module, under all wrappers of strategies and of torch.compile; a PeftModel is none of them."""
         inner = model
         while True:
             compiled = vars(inner).get("_modules", {}).get("_orig_mod")
@@ -496,10 +461,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
 
     @override
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        """An optimizer that steps at the end of an accumulation only, and unscales gradients under fp16.
-
-        The Trainer's own optimizer stays as it is, since the Trainer does both.
-        """
+        """An optimizer that steps and unscales where an accumulation ends; the Trainer's own, which does so, stays."""
         if shared_state.unwrap(optimizer) is self._trainer.optimizer or isinstance(optimizer, AcceleratedOptimizer):
             return optimizer
         self._refresh()
@@ -521,10 +483,7 @@ class TrainerAccelerator(Accelerator):  # type: ignore[misc]  # accelerate ships
     def prepare_data_loader(
         self, data_loader: Any, device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
     ) -> Any:
-        """A loader of this rank's share of the batches, which come on the device.
-
-        The Trainer's own loaders are their rank's share already and stay as they are.
-        """
+        """A loader of this rank's share of the batches; the Trainer's own loaders are that and stay as they are."""
         if isinstance(data_loader, TrainLoader | EvalLoader | IterableLoader):
             return data_loader
         prepared = super().prepare_data_loader(data_loader, device_placement, slice_fn_for_dispatch)
