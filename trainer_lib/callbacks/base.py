@@ -45,14 +45,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-EVENTS = (
-    *("on_init_end", "on_train_begin", "on_train_end", "on_epoch_begin", "on_epoch_end", "on_step_begin"),
-    *("on_pre_optimizer_step", "on_optimizer_step", "on_substep_end", "on_step_end", "on_evaluate", "on_predict"),
-    *("on_save", "on_log", "on_prediction_step", "on_push_begin"),
-)
-
-# Only these are worth a lookup table: the others fire at most once per log, save or epoch.
-_OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
 # A number of 15 digits, which says nothing on a terminal.
 _HIDDEN = frozenset({"total_flos"})
 
@@ -129,6 +121,11 @@ class TrainerCallback:
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> Any:
         """The model is about to be pushed to a hub."""
+
+
+EVENTS = tuple(name for name in vars(TrainerCallback) if name.startswith("on_"))
+# Only these are worth a lookup table: the others fire at most once per log, save or epoch.
+_OF_EVERY_STEP = frozenset(event for event in EVENTS if "step" in event)
 
 
 class CallbackHandler(TrainerCallback):
