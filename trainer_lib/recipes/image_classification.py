@@ -369,6 +369,4 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     means, spreads = data.info["normal"] or image_files.mean_and_spread(data.info["counts"])
     values = torch.from_numpy(pixels).permute(0, 3, 1, 2).to(torch.float32) / 255
     batch = {"pixel_values": (values - torch.tensor(means).view(1, -1, 1, 1)) / torch.tensor(spreads).view(1, -1, 1, 1)}
-    if "labels" in rows[0]:
-        batch["labels"] = targets.label_tensor(rows)
-    return batch
+    return targets.with_labels(batch, rows)

@@ -140,6 +140,4 @@ def collate(rows: list[dict[str, Any]], data: DataInfo | None = None) -> dict[st
         "numbers": torch.tensor([[float(row[name]) for name in numbers] for row in rows], dtype=torch.float32),
         "texts": torch.tensor([[text_code(row[name]) for name in texts] for row in rows], dtype=torch.int64),
     }
-    if "labels" in rows[0]:
-        batch["labels"] = targets.label_tensor(rows)
-    return batch
+    return targets.with_labels(batch, rows)

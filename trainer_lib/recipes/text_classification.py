@@ -94,6 +94,4 @@ def build_model(options: PathOptions, data: DataInfo) -> nn.Module:
 def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     """Make a batch: `input_ids` and `attention_mask` ``[batch, tokens]``, and labels."""
     batch = batch_texts(data, *([row[name] for row in rows] for name in data.info["texts"]))
-    if "labels" in rows[0]:
-        batch["labels"] = targets.label_tensor(rows)
-    return batch
+    return targets.with_labels(batch, rows)

@@ -55,21 +55,18 @@ def _without_entity(classes: Sequence[str]) -> list[str]:
 
 
 def _score_entities(predicted: np.ndarray, truth: np.ndarray, classes: tuple[str, ...]) -> tuple[float, float, float]:
-    rows = zip(predicted, truth, strict=True)
-    counts = np.array([_count_entities(own.tobytes(), other.tobytes(), own.dtype.str, other.dtype.str, classes)
-                       for own, other in rows]).sum(axis=0)  # fmt: skip
+    rows = zip(predicted.astype(np.int64), truth.astype(np.int64), strict=True)
+    counts = np.array([_count_entities(own.tobytes(), real.tobytes(), classes) for own, real in rows]).sum(axis=0)
     right, guessed, real = (int(count) for count in counts)
     precision, recall = right / max(guessed, 1), right / max(real, 1)
     return precision, recall, 2 * right / max(guessed + real, 1)
 
 
 @lru_cache(1 << 16)  # a bootstrap measures rows many times
-def _count_entities(
-    predicted: bytes, truth: bytes, kind: str, other: str, classes: tuple[str, ...]
-) -> tuple[int, int, int]:
+def _count_entities(predicted: bytes, truth: bytes, classes: tuple[str, ...]) -> tuple[int, int, int]:
     """Entities of a row that are right, predicted and real."""
-    real = np.frombuffer(truth, other)
-    own = np.frombuffer(predicted, kind)[real >= 0]
+    real = np.frombuffer(truth, np.int64)
+    own = np.frombuffer(predicted, np.int64)[real >= 0]
     found, wanted = _entities(own.tolist(), classes), _entities(real[real >= 0].tolist(), classes)
     return len(found & wanted), len(found), len(wanted)
 

@@ -74,11 +74,16 @@ def label_rows(table: TabularRows, info: dict[str, Any]) -> Sequence[Any]:
     return labels
 
 
-def label_tensor(rows: Sequence[Mapping[str, Any]]) -> Tensor:
-    """The labels of prepared rows: int64 ``[batch]`` of classes, else float32 ``[batch]`` or ``[batch, classes]``."""
-    labels = np.array([row["labels"] for row in rows])
-    is_class = labels.ndim == 1 and labels.dtype.kind in "iu"
-    return torch.from_numpy(labels.astype(np.int64 if is_class else np.float32))
+def with_labels(batch: dict[str, Tensor], rows: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """A batch with the labels of its rows, where they have some.
+
+    They are int64 ``[batch]`` of classes, else float32 ``[batch]`` or ``[batch, classes]``.
+    """
+    if "labels" in rows[0]:
+        labels = np.array([row["labels"] for row in rows])
+        is_class = labels.ndim == 1 and labels.dtype.kind in "iu"
+        batch["labels"] = torch.from_numpy(labels.astype(np.int64 if is_class else np.float32))
+    return batch
 
 
 # -- models -----------------------------------------------------------------------------------------------------------

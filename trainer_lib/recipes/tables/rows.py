@@ -478,7 +478,7 @@ class TextRows(TabularRows):
     """The options that name the columns with texts."""
     reserved: Sequence[str] = _RESERVED
     """Names of columns that the recipe has itself."""
-    unclassed = "Pairs of texts have no class to cut by."
+    unclassed: str | None = "Pairs of texts have no class to cut by."
 
     @override
     def _features(self) -> list[str]:

@@ -22,14 +22,25 @@ _LEAST_BYTES, _MOST_BYTES = 1 << 14, 2 << 20
 _PLAIN = (str, int, float, bool)
 
 
-class Spool(tempfile.SpooledTemporaryFile[bytes]):
+class Spool:
     """A file without a name for the values of a table: in memory while it is small, then on the disk."""
 
     def __init__(self) -> None:
-        super().__init__(SPOOL_BYTES)
+        self._file = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed with the last value
 
     def __del__(self) -> None:
-        self.close()  # with the last value
+        self._file.close()
+
+    def write(self, data: bytes) -> int:
+        """Append data, and return its start."""
+        start = self._file.seek(0, 2)
+        self._file.write(data)
+        return start
+
+    def read(self, start: int, size: int) -> bytes:
+        """The data from a start on."""
+        self._file.seek(start)
+        return self._file.read(size)
 
 
 _Chunk = list[Any] | tuple[Spool, int, int]
@@ -37,11 +48,7 @@ _Chunk = list[Any] | tuple[Spool, int, int]
 
 
 def _load(chunk: _Chunk) -> list[Any]:
-    if isinstance(chunk, list):
-        return chunk
-    spool, start, size = chunk
-    spool.seek(start)
-    return parse_json(zlib.decompress(spool.read(size)), list)
+    return chunk if isinstance(chunk, list) else parse_json(zlib.decompress(chunk[0].read(*chunk[1:])), list)
 
 
 class SpooledValues(Sequence[Any]):
@@ -72,8 +79,7 @@ class SpooledValues(Sequence[Any]):
         chunk: _Chunk = self._newest
         if all(value is None or type(value) in _PLAIN for value in self._newest):
             data = zlib.compress(json.dumps(self._newest).encode(), 1)
-            chunk = (self._spool, self._spool.seek(0, 2), len(data))
-            self._spool.write(data)
+            chunk = (self._spool, self._spool.write(data), len(data))
         self._chunks.append(chunk)
         self._ends.append(len(self))
         self._newest, self._bytes = [], 0

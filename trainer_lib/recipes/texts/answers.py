@@ -366,12 +366,12 @@ def build_policy(chosen: Mapping[str, Any], data: DataInfo, *names: str) -> nn.M
     model = build()
     model.config.use_cache = False  # training has no use for it
     remedy = "Give pretrained or folder in prepare.options and in train.model."
-    model = model_places.add_adapters(model, chosen["adapter"], place=place, remedy=remedy)
+    built = model_places.add_adapters(model, chosen["adapter"], place=place, remedy=remedy)
     if data.info.get("is_chat"):
-        packed_batches.stop_at(model, packed_batches.end_tokens(kept_tokenizer(data)))
-    model.preference = {name: chosen[name] for name in ("beta", *names)}
-    model.build_first, model.new_tokens = build, chosen["new_tokens"]
-    built: nn.Module = model
+        packed_batches.stop_at(built, packed_batches.end_tokens(kept_tokenizer(data)))
+    policy: Any = built
+    policy.preference = {name: chosen[name] for name in ("beta", *names)}
+    policy.build_first, policy.new_tokens = build, chosen["new_tokens"]
     return built
 
 
