@@ -31,36 +31,25 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Stage:
-    """One row of the table.
+    """One row of the table."""
 
-    Attributes:
-        name: the stage's name, on the command line and in the storage.
-        section: its section of the spec; also understood on the command line.
-        config: returns the stage's settings from a spec.
-        task: the task as ``module:name``; imported when it is first called, because it brings Prefect.
-        key: the stage's content key. Called with the task's own parameters.
-        inputs: parameter of the task -> the stage whose manifest it takes; None is passed for a stage switched off.
-        recipe_function: the function that the recipe must define for this stage; None: none.
-        gated: whether `evaluate.require` holds it back: it shows or gives the model to others.
-        several_machines: whether more than one machine can take part.
-        splits: returns setting -> names of the splits that it asks of the prepared data.
-        places: returns label -> URL of what people look for in the stage's result.
-        inspect: returns what is wrong with a committed result beyond the stage's folder, or None.
-        track: logs to MLflow what only this stage has besides metrics; the last argument is False for a cached one.
-    """
-
-    name: str
-    section: str
-    config: Callable[[PipelineSpec], Any]
-    task: str
-    key: Callable[..., StageKey]
+    name: str  # the stage's name, on the command line and in the storage
+    section: str  # its section of the spec; also understood on the command line
+    config: Callable[[PipelineSpec], Any]  # returns the stage's settings from a spec
+    task: str  # the task as ``module:name``; imported when it is first called, because it brings Prefect
+    key: Callable[..., StageKey]  # the stage's content key. Called with the task's own parameters.
+    # Parameter of the task -> the stage whose manifest it takes; None is passed for a stage switched off.
     inputs: Mapping[str, str] = field(default_factory=dict)
-    recipe_function: str | None = None
-    gated: bool = False
-    several_machines: bool = False
+    recipe_function: str | None = None  # the function that the recipe must define for this stage; None: none
+    gated: bool = False  # whether `evaluate.require` holds it back: it shows or gives the model to others
+    several_machines: bool = False  # whether more than one machine can take part
+    # Returns setting -> names of the splits that it asks of the prepared data.
     splits: Callable[[Any], Mapping[str, list[str]]] = lambda config: {}
+    # Returns label -> URL of what people look for in the stage's result.
     places: Callable[[StageManifest], Mapping[str, str]] = lambda manifest: {}
+    # Returns what is wrong with a committed result beyond the stage's folder, or None.
     inspect: Callable[[Any, StageContext, StageManifest], str | None] = lambda *_: None
+    # Logs to MLflow what only this stage has besides metrics; the last argument is False for a cached one.
     track: Callable[[TrackedRun, StageManifest, bool], None] = lambda *_: None
 
     def is_enabled(self, spec: PipelineSpec) -> bool:

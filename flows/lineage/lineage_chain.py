@@ -34,35 +34,22 @@ _PUSH = "push-to-hub"
 
 @dataclass
 class Chain:
-    """The links that an address leads to.
+    """The links that an address leads to."""
 
-    Attributes:
-        address: as it was given.
-        kind: publication, run, stage, checkpoint or model.
-        lineage: what is known of all links, the newest last.
-        storage: where the stages and runs are; None: not known from here.
-        publication: the published folder; None: there is none, or it cannot be reached from here.
-        published: the lineage in it; None: there is none, or it cannot be read.
-        run: the run on the storage.
-        recorded: the lineage that the run recorded when it ended; None: `lineage` was made from its stages.
-        stage: the stage and key that the address names.
-        notes: sentences about links that are not known.
-        damage: what is wrong with lineage files themselves, as (link, sentence).
-        altered: the damage of the run's record, which is taken all the same.
-    """
-
-    address: str
-    kind: str
-    storage: Store | None = None
-    publication: Store | None = None
-    run: PastRun | None = None
-    stage: tuple[str, str] | None = None
-    lineage: Lineage = field(default_factory=lambda: Lineage(name=""))
-    published: Lineage | None = None
+    address: str  # as it was given
+    kind: str  # publication, run, stage, checkpoint or model
+    storage: Store | None = None  # where the stages and runs are; None: not known from here
+    publication: Store | None = None  # the published folder; None: there is none, or it cannot be reached from here
+    run: PastRun | None = None  # the run on the storage
+    stage: tuple[str, str] | None = None  # the stage and key that the address names
+    lineage: Lineage = field(default_factory=lambda: Lineage(name=""))  # what is known of all links, the newest last
+    published: Lineage | None = None  # the lineage in it; None: there is none, or it cannot be read
+    # The lineage that the run recorded when it ended; None: `lineage` was made from its stages.
     recorded: Lineage | None = None
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences about links that are not known
+    # What is wrong with lineage files themselves, as (link, sentence).
     damage: list[tuple[str, str]] = field(default_factory=list)
-    altered: DamagedError | None = None
+    altered: DamagedError | None = None  # the damage of the run's record, which is taken all the same
 
     @property
     def run_folder(self) -> Store | None:

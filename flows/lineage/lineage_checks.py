@@ -310,18 +310,14 @@ def _tracked_checks(chain: Chain, config: TrackingConfig) -> Iterator[LinkCheck]
 
 @dataclass(frozen=True)
 class TrackedLinks:
-    """A chain's records in MLflow.
+    """A chain's records in MLflow."""
 
-    Attributes:
-        uri: its address, without credentials.
-        versions: of registered models: name, version, aliases, and the tags that trainflow gave it.
-        digest: under which the registry has the model of the chain; None where its run does not describe it.
-    """
-
-    uri: str
+    uri: str  # its address, without credentials
     run_id: str
     tags: Mapping[str, str]
+    # Of registered models: name, version, aliases, and the tags that trainflow gave it.
     versions: tuple[Mapping[str, Any], ...] = ()
+    # Under which the registry has the model of the chain; None where its run does not describe it.
     digest: str | None = None
 
 

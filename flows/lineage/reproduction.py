@@ -41,22 +41,15 @@ RunPipeline = Callable[..., PipelineResult]
 
 @dataclass
 class Outcome:
-    """The outcome of a reproduction.
-
-    Attributes:
-        tolerance: the largest relative difference of metrics; None: bytes are compared.
-        files: paths with the digests of both runs.
-        differences: sentences about results that differ.
-        has_equal_metrics: they are equal, not only within the tolerance.
-    """
+    """The outcome of a reproduction."""
 
     run: str
     to: str
     comparison: RunComparison
-    tolerance: float | None
-    files: list[dict[str, Any]]
-    differences: list[str]
-    has_equal_metrics: bool = True
+    tolerance: float | None  # the largest relative difference of metrics; None: bytes are compared
+    files: list[dict[str, Any]]  # paths with the digests of both runs
+    differences: list[str]  # sentences about results that differ
+    has_equal_metrics: bool = True  # they are equal, not only within the tolerance
 
     @property
     def verdict(self) -> Verdict:

@@ -69,22 +69,15 @@ _OF_TEXTS: Sequence[tuple[set[str], str, dict[str, str]]] = (
 
 @dataclass
 class Guess:
-    """A guess of what files are.
-
-    Attributes:
-        options: `prepare.options`, by their names, with comments.
-        comments: what looks wrong, as sentences.
-        by: how rows are cut; empty where the options say it.
-        margin: the metric that a model without any input has 0 of.
-        model: `train.model`.
-    """
+    """A guess of what files are."""
 
     recipe: str = ""
+    # `prepare.options`, by their names, with comments.
     options: dict[str, tuple[Any, str]] = field(default_factory=dict)
-    comments: list[str] = field(default_factory=list)
-    by: str = "stratified"
-    margin: str = "accuracy_over_majority"
-    model: str = "{hidden: [64], dropout: 0.1}"
+    comments: list[str] = field(default_factory=list)  # what looks wrong, as sentences
+    by: str = "stratified"  # how rows are cut; empty where the options say it
+    margin: str = "accuracy_over_majority"  # the metric that a model without any input has 0 of
+    model: str = "{hidden: [64], dropout: 0.1}"  # `train.model`
 
     @property
     def has_gaps(self) -> bool:

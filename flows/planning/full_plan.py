@@ -47,26 +47,17 @@ _LOADING_BYTES = 20_000
 
 @dataclass(frozen=True)
 class Length:
-    """The length of a training.
+    """The length of a training."""
 
-    Attributes:
-        steps: optimizer steps.
-        samples: training samples, those that come again counted again.
-        batch: samples of a step.
-        step: how processes share them, in words.
-        epochs: passes over the data.
-        evaluations, saves: how often it evaluates and saves.
-        evaluated_rows: rows of one evaluation.
-    """
-
-    steps: int
-    samples: int
-    batch: int
-    epochs: float
+    steps: int  # optimizer steps
+    samples: int  # training samples, those that come again counted again
+    batch: int  # samples of a step
+    epochs: float  # passes over the data
+    # evaluations, saves: how often it evaluates and saves.
     evaluations: int
     saves: int
-    evaluated_rows: int
-    step: str
+    evaluated_rows: int  # rows of one evaluation
+    step: str  # how processes share them, in words
 
     @classmethod
     def of(
@@ -113,19 +104,12 @@ def _count(strategy: str, every: float, steps: int, per_epoch: int) -> int:
 
 @dataclass(frozen=True)
 class Room:
-    """Space that the training needs on the storage.
+    """Space that the training needs on the storage."""
 
-    Attributes:
-        checkpoint_bytes: of one checkpoint; None: not known.
-        kept: checkpoints that are there at one time, the one that is being written included.
-        model_bytes: of the exported model.
-        free_bytes: what is free there now; None: the store does not say.
-    """
-
-    checkpoint_bytes: int | None
-    kept: int
-    model_bytes: int
-    free_bytes: int | None
+    checkpoint_bytes: int | None  # of one checkpoint; None: not known
+    kept: int  # checkpoints that are there at one time, the one that is being written included
+    model_bytes: int  # of the exported model
+    free_bytes: int | None  # what is free there now; None: the store does not say
 
     @property
     def needed_bytes(self) -> int | None:
@@ -137,36 +121,22 @@ class Room:
 
 @dataclass
 class Forecast:
-    """The forecast of a plan's training.
+    """The forecast of a plan's training."""
 
-    Attributes:
-        strategy: name of the spec's own strategy, as in `trainer_lib.protocol.footprint`.
-        processes: number of ranks.
-        length: None: the data is not prepared.
-        estimate: None: it could not be made.
-        probe: None: none was asked for.
-        seconds: of the stage train, by the probe; None: none was asked for.
-        alone: samples of the micro-batch of one process alone.
-        writers: ranks that write a part of FSDP's checkpoint; None: all.
-        only_model: checkpoints have no optimizer state.
-        layout: copies, shards, and ranks of a tensor group; None: the arguments have none.
-        missing: sentences about what could not be found out, and what to do.
-        error: what failed in the workers.
-    """
-
-    strategy: str
-    processes: int
-    length: Length | None = None
-    estimate: Estimate | None = None
-    probe: Probe | None = None
+    strategy: str  # name of the spec's own strategy, as in `trainer_lib.protocol.footprint`
+    processes: int  # number of ranks
+    length: Length | None = None  # None: the data is not prepared
+    estimate: Estimate | None = None  # None: it could not be made
+    probe: Probe | None = None  # None: none was asked for
     room: Room | None = None
-    seconds: float | None = None
-    alone: int | None = None
-    writers: int | None = None
-    only_model: bool = False
+    seconds: float | None = None  # of the stage train, by the probe; None: none was asked for
+    alone: int | None = None  # samples of the micro-batch of one process alone
+    writers: int | None = None  # ranks that write a part of FSDP's checkpoint; None: all
+    only_model: bool = False  # checkpoints have no optimizer state
+    # Copies, shards, and ranks of a tensor group; None: the arguments have none.
     layout: tuple[int, int, int] | None = None
-    missing: list[str] = field(default_factory=list)
-    error: TrainflowError | None = None
+    missing: list[str] = field(default_factory=list)  # sentences about what could not be found out, and what to do
+    error: TrainflowError | None = None  # what failed in the workers
 
     @property
     def tokens(self) -> int | None:

@@ -55,20 +55,14 @@ _QUIETLY: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Question:
-    """Settings of a proof.
+    """Settings of a proof."""
 
-    Attributes:
-        at: optimizer step after which training is stopped; None: the middle of the first save interval, of the second
-            one when it is killed.
-        steps: train this many steps instead of the spec's; None: all of them.
-        kill: end it by SIGKILL, so that it resumes from its last save; otherwise SIGTERM, which saves.
-        keep: folder or URL for the runs' files, which then stay; None: a temporary folder.
-    """
-
+    # Optimizer step after which training is stopped; None: the middle of the first save interval, of the second one
+    # when it is killed.
     at: int | None = None
-    steps: int | None = None
-    kill: bool = False
-    keep: str | None = None
+    steps: int | None = None  # train this many steps instead of the spec's; None: all of them
+    kill: bool = False  # end it by SIGKILL, so that it resumes from its last save; otherwise SIGTERM, which saves
+    keep: str | None = None  # folder or URL for the runs' files, which then stay; None: a temporary folder
 
     def check_spec(self, spec: PipelineSpec) -> None:
         """Raise ConfigError unless the spec's training can be proved, before anything is started."""

@@ -58,39 +58,27 @@ _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 @dataclass(frozen=True)
 class PastRun:
-    """A recorded run.
+    """A recorded run."""
 
-    Attributes:
-        id: name of its folder below `runs/`.
-        name: the pipeline's name.
-        status: RUNNING, FINISHED, FAILED, KILLED or PRUNED; one that died without a word stays RUNNING until it is
-            swept.
-        started: when the command began, ISO-8601 in UTC.
-        run_name: its name in Prefect and MLflow; the pipeline's name where an older version recorded it.
-        stages: stage -> content key of the result that this run made or found committed.
-        worked_in: stage -> content key of the folder that it worked in last, committed or not.
-        failed: the stage that failed or was stopped; None: none did, or the process died.
-        mlflow_run_id: its MLflow run; None: there is none.
-        only, start, from_run, force: what its command had chosen.
-        sources: the recipe's files, which lie below `source/` -> SHA-256.
-        record: the whole record.
-    """
-
-    id: str
-    name: str
+    id: str  # name of its folder below `runs/`
+    name: str  # the pipeline's name
+    # RUNNING, FINISHED, FAILED, KILLED or PRUNED; one that died without a word stays RUNNING until it is swept.
     status: str
-    started: str
-    run_name: str = ""
+    started: str  # when the command began, ISO-8601 in UTC
+    run_name: str = ""  # its name in Prefect and MLflow; the pipeline's name where an older version recorded it
+    # Stage -> content key of the result that this run made or found committed.
     stages: Mapping[str, str] = field(default_factory=dict)
+    # Stage -> content key of the folder that it worked in last, committed or not.
     worked_in: Mapping[str, str] = field(default_factory=dict)
-    failed: str | None = None
-    mlflow_run_id: str | None = None
+    failed: str | None = None  # the stage that failed or was stopped; None: none did, or the process died
+    mlflow_run_id: str | None = None  # its MLflow run; None: there is none
+    # only, start, from_run, force: what its command had chosen.
     only: str | None = None
     start: str | None = None
     from_run: str | None = None
     force: Sequence[str] = ()
-    sources: Mapping[str, str] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    sources: Mapping[str, str] = field(default_factory=dict)  # the recipe's files, which lie below `source/` -> SHA-256
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the whole record
 
     @property
     def is_finished(self) -> bool:

@@ -29,29 +29,20 @@ _LIMIT = 64 << 20
 
 @dataclass(frozen=True)
 class StageDetails:
-    """One stage of a run.
-
-    Attributes:
-        state: ran, cached, failed, skipped, running, interrupted, or waiting.
-        key: its content key; None: it was not reached.
-        committed: when its result was committed; None: there is none, or it is gone.
-        digest: content digest of its files.
-        places: label -> URL of what people look for.
-        record: the record of the key; empty where it is gone.
-    """
+    """One stage of a run."""
 
     stage: str
-    state: str
+    state: str  # ran, cached, failed, skipped, running, interrupted, or waiting
     seconds: float | None = None
     reason: str = ""
-    key: str | None = None
+    key: str | None = None  # its content key; None: it was not reached
     url: str | None = None
-    committed: str | None = None
-    digest: str | None = None
+    committed: str | None = None  # when its result was committed; None: there is none, or it is gone
+    digest: str | None = None  # content digest of its files
     metrics: Mapping[str, float] = field(default_factory=dict)
-    places: Mapping[str, str] = field(default_factory=dict)
+    places: Mapping[str, str] = field(default_factory=dict)  # label -> URL of what people look for
     rows: Mapping[str, int] = field(default_factory=dict)
-    record: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    record: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the record of the key; empty where it is gone
 
     @property
     def fields(self) -> Mapping[str, Any]:
@@ -67,21 +58,15 @@ class StageDetails:
 
 @dataclass(frozen=True)
 class RunDetails:
-    """One run.
-
-    Attributes:
-        spec: the spec as it was recorded, overrides included; empty where it is gone.
-        arguments: stage -> every training argument, as they were worked out then.
-        places: label -> URL: model, predictions, report, MLflow run, publication.
-    """
+    """One run."""
 
     run: PastRun
     stages: tuple[StageDetails, ...]
-    spec: Mapping[str, Any]
-    arguments: Mapping[str, Mapping[str, Any]]
+    spec: Mapping[str, Any]  # the spec as it was recorded, overrides included; empty where it is gone
+    arguments: Mapping[str, Mapping[str, Any]]  # stage -> every training argument, as they were worked out then
     tags: tuple[str, ...]
     attempts: tuple[Attempt, ...]
-    places: Mapping[str, str]
+    places: Mapping[str, str]  # label -> URL: model, predictions, report, MLflow run, publication
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -193,21 +178,17 @@ def _read_json(folder: Store, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """The differences of the second of two runs from the first, and every metric that one of them has.
-
-    Attributes:
-        code, data: sentences about functions, statements and files; about sources, prepared data and its splits.
-        arguments: training arguments that differ although no setting of the spec says so.
-        metrics: `name`, the numbers `old` and `new` (None where a run does not have it), and their difference `delta`.
-    """
+    """The differences of the second of two runs from the first, and every metric that one of them has."""
 
     old: RunDetails
     new: RunDetails
     spec: list[Difference]
+    # code, data: sentences about functions, statements and files; about sources, prepared data and its splits.
     code: list[str]
     data: list[str]
     versions: list[Difference]
-    arguments: list[Difference]
+    arguments: list[Difference]  # training arguments that differ although no setting of the spec says so
+    # `name`, the numbers `old` and `new` (None where a run does not have it), and their difference `delta`.
     metrics: list[dict[str, Any]]
 
     @property

@@ -21,30 +21,24 @@ from trainflow.flows.sweeps.ledger import TrialState
 
 @dataclass
 class SweepResult:
-    """A sweep, as its ledger has it when a command on it ends.
-
-    Attributes:
-        objective, direction: the metrics, and what is wanted of them.
-        wanted: how many trials there are to be.
-        best: the number of the best trial; several: those that no other beats in everything.
-        best_specs: trial -> the spec that runs it, with everything else that the sweep's spec has on.
-        error: the failure that ended the command; the trials that had ended stay.
-    """
+    """A sweep, as its ledger has it when a command on it ends."""
 
     name: str
     pipeline: str
     storage: str
+    # objective, direction: the metrics, and what is wanted of them.
     objective: Sequence[str]
     direction: Sequence[str]
-    wanted: int
+    wanted: int  # how many trials there are to be
     trials: Sequence[TrialState] = ()
-    best: Sequence[int] = ()
+    best: Sequence[int] = ()  # the number of the best trial; several: those that no other beats in everything
+    # Trial -> the spec that runs it, with everything else that the sweep's spec has on.
     best_specs: dict[int, str] = field(default_factory=dict)
     report_url: str | None = None
     mlflow_run_id: str | None = None
     run_url: str | None = None
     seconds: float = 0.0
-    error: TrainflowError | None = None
+    error: TrainflowError | None = None  # the failure that ended the command; the trials that had ended stay
 
     @property
     def ok(self) -> bool:

@@ -26,25 +26,18 @@ _DEPTH = 40
 
 @dataclass(eq=False)
 class Piece:
-    """One statement of a module's top level, or one name of an import statement.
+    """One statement of a module's top level, or one name of an import statement."""
 
-    Attributes:
-        file: path of the module below the root.
-        names: the names that it binds.
-        target: what an imported name means; None for a statement of another kind.
-        chains: names of the module, or builtins, that it refers to.
-        aliases: names that import statements inside of it bind -> what they mean.
-        words: every identifier, attribute, keyword and parameter, but the names that an assignment binds; of an
-            import the name that it takes.
-    """
-
-    file: str
+    file: str  # path of the module below the root
     node: ast.stmt
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # the names that it binds
     digest: str
-    target: ImportTarget | None = None
-    chains: frozenset[Chain] = frozenset()
+    target: ImportTarget | None = None  # what an imported name means; None for a statement of another kind
+    chains: frozenset[Chain] = frozenset()  # names of the module, or builtins, that it refers to
+    # Names that import statements inside of it bind -> what they mean.
     aliases: Mapping[str, list[ImportTarget]] = field(default_factory=dict)
+    # Every identifier, attribute, keyword and parameter, but the names that an assignment binds; of an import the name
+    # that it takes.
     words: frozenset[str] = frozenset()
 
     @property
@@ -139,16 +132,11 @@ def _words(node: ast.stmt) -> frozenset[str]:
 
 @dataclass
 class Meaning:
-    """The meaning of a chain of names.
+    """The meaning of a chain of names."""
 
-    Attributes:
-        pieces: the pieces that it reads, imported names included.
-        wholes: modules of the project of which anything may be read.
-        outside: the dotted names in installed packages or builtins that it leads to.
-    """
-
-    pieces: list[Piece] = field(default_factory=list)
-    wholes: list[str] = field(default_factory=list)
+    pieces: list[Piece] = field(default_factory=list)  # the pieces that it reads, imported names included
+    wholes: list[str] = field(default_factory=list)  # modules of the project of which anything may be read
+    # The dotted names in installed packages or builtins that it leads to.
     outside: set[str] = field(default_factory=set)
 
     @property

@@ -211,37 +211,24 @@ class _Effects:
 
 @dataclass(frozen=True)
 class Place:
-    """The place of a piece of code.
+    """The place of a piece of code."""
 
-    Attributes:
-        line: from 1; of a function the line with its name.
-        text: the statement's first line, where it has no name; else empty.
-        because: the code for which everything counts, where this counts for nothing else; else empty.
-    """
-
-    line: int
-    text: str = ""
-    because: str = ""
+    line: int  # from 1; of a function the line with its name
+    text: str = ""  # the statement's first line, where it has no name; else empty
+    because: str = ""  # the code for which everything counts, where this counts for nothing else; else empty
 
 
 @dataclass
 class Reach:
-    """The code that some functions of a recipe reach.
+    """The code that some functions of a recipe reach."""
 
-    Attributes:
-        digests: label of each piece ("recipe.py:build_model") -> digest of what it means.
-        places: label -> where it stands now.
-        named: the pieces that the functions lead to.
-        pieces: these, and what runs when the recipe is imported.
-        everything: why all files count as a whole ("eval, recipe.py:12"); None where they do not.
-        outside: the dotted names in installed packages and builtins that they lead to.
-    """
-
+    # Label of each piece ("recipe.py:build_model") -> digest of what it means.
     digests: dict[str, str] = field(default_factory=dict)
-    places: dict[str, Place] = field(default_factory=dict)
-    named: dict[Piece, None] = field(default_factory=dict)
-    pieces: dict[Piece, None] = field(default_factory=dict)
-    everything: str | None = None
+    places: dict[str, Place] = field(default_factory=dict)  # label -> where it stands now
+    named: dict[Piece, None] = field(default_factory=dict)  # the pieces that the functions lead to
+    pieces: dict[Piece, None] = field(default_factory=dict)  # these, and what runs when the recipe is imported
+    everything: str | None = None  # why all files count as a whole ("eval, recipe.py:12"); None where they do not
+    # The dotted names in installed packages and builtins that they lead to.
     outside: set[str] = field(default_factory=set)
 
 

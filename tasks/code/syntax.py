@@ -110,19 +110,12 @@ def _has_docstring(owner: ast.AST, body: list[ast.stmt]) -> bool:
 
 @dataclass(frozen=True)
 class ImportTarget:
-    """One name of an import statement.
+    """One name of an import statement."""
 
-    Attributes:
-        level: leading dots of a relative import.
-        module: the dotted name after ``from`` or ``import``; empty for ``from . import x``.
-        name: the name after ``import`` of a from-import, "*" for all; None: the module itself is bound.
-        is_top: ``import a.b`` binds ``a``, and ``import a.b as c`` binds the module ``a.b``.
-    """
-
-    level: int
-    module: str
-    name: str | None = None
-    is_top: bool = False
+    level: int  # leading dots of a relative import
+    module: str  # the dotted name after ``from`` or ``import``; empty for ``from . import x``
+    name: str | None = None  # the name after ``import`` of a from-import, "*" for all; None: the module itself is bound
+    is_top: bool = False  # ``import a.b`` binds ``a``, and ``import a.b as c`` binds the module ``a.b``
 
     @property
     def top(self) -> str:

@@ -62,38 +62,28 @@ class PrepareFacts(StageFacts, stage="prepare-data"):
 
 @dataclass(frozen=True)
 class TrainFacts(StageFacts, Trained, stage="train"):
-    """Facts of a training: those that its worker reported, and the following.
+    """Facts of a training: those that its worker reported, and the following."""
 
-    Attributes:
-        model: settings that the recipe's build_model was given.
-        mlflow_run_id: the run that has the training curve; None where the server had not given it an id.
-        tracked_run: the same run, by the name that it has before its server is reached.
-        metrics_code: SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing.
-        checkpoint_digests: name of a committed checkpoint -> content digest of its files.
-        exported: the checkpoint whose weights are those of the model; None: none is.
-        environment: package -> version, and the processor, that it was trained with.
-    """
-
-    model: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)  # settings that the recipe's build_model was given
+    # The run that has the training curve; None where the server had not given it an id.
     mlflow_run_id: str | None = None
-    tracked_run: str | None = None
+    tracked_run: str | None = None  # the same run, by the name that it has before its server is reached
+    # SHA-256 in hex of the recipe's code that measured while training; None: it measures nothing.
     metrics_code: str | None = None
+    # Name of a committed checkpoint -> content digest of its files.
     checkpoint_digests: dict[str, str] = field(default_factory=dict)
-    exported: str | None = None
+    exported: str | None = None  # the checkpoint whose weights are those of the model; None: none is
+    # Package -> version, and the processor, that it was trained with.
     environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class EvaluateFacts(StageFacts, stage="evaluate"):
-    """Facts of an evaluation.
+    """Facts of an evaluation."""
 
-    Attributes:
-        confidence: the probability with which an interval holds its metric; None: metrics have no intervals.
-        warnings: sentences about what may be wrong with the model.
-    """
-
+    # The probability with which an interval holds its metric; None: metrics have no intervals.
     confidence: float | None = None
-    warnings: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()  # sentences about what may be wrong with the model
 
 
 @dataclass(frozen=True)
@@ -106,25 +96,15 @@ class PredictFacts(StageFacts, stage="predict"):
 
 @dataclass(frozen=True)
 class PublishFacts(StageFacts, stage="push-to-hub"):
-    """Facts of a publication.
+    """Facts of a publication."""
 
-    Attributes:
-        target: address of the hub's repository or folder.
-        published_url: address of this publication.
-        revision: commit of the publication on that hub.
-        published_digest: content digest of the published files.
-        created: whether this made a new revision, or the hub held the content already.
-        below: path of the publication below the storage; None: it lies elsewhere.
-        held: why this model was not published and that publication stays; None: it has this model.
-    """
-
-    target: str
-    published_url: str
-    revision: str
-    published_digest: str
-    created: bool = True
-    below: str | None = None
-    held: str | None = None
+    target: str  # address of the hub's repository or folder
+    published_url: str  # address of this publication
+    revision: str  # commit of the publication on that hub
+    published_digest: str  # content digest of the published files
+    created: bool = True  # whether this made a new revision, or the hub held the content already
+    below: str | None = None  # path of the publication below the storage; None: it lies elsewhere
+    held: str | None = None  # why this model was not published and that publication stays; None: it has this model
 
     @override
     def located(self, storage: str) -> StageFacts:

@@ -24,21 +24,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OldName:
-    """The replacement of an old argument.
+    """The replacement of an old argument."""
 
-    Attributes:
-        use: the new form, for the warning.
-        neutral: values that ask for nothing.
-        translate: value -> new arguments; None when every value that is not neutral is refused.
-        way_out: the alternative, for the refusal.
-        read: arguments -> value of the old attribute.
-    """
-
-    use: str
-    neutral: tuple[Any, ...]
+    use: str  # the new form, for the warning
+    neutral: tuple[Any, ...]  # values that ask for nothing
+    # Value -> new arguments; None when every value that is not neutral is refused.
     translate: Callable[[Any], Changes] | None = None
-    way_out: str = ""
-    read: Callable[[Any], Any] = lambda args: None
+    way_out: str = ""  # the alternative, for the refusal
+    read: Callable[[Any], Any] = lambda args: None  # arguments -> value of the old attribute
 
 
 def _renamed(new: str, *neutral: Any) -> OldName:

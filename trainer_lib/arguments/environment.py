@@ -41,19 +41,15 @@ _FIRST_PORT, _PORTS = 15_000, 20_000
 
 @dataclass(frozen=True)
 class Ranks:
-    """The place of this process in its job.
-
-    Attributes:
-        master: host and port of the rendezvous with rank 0; None when no variable gives them.
-        source: the variable that gave the rank, for messages.
-    """
+    """The place of this process in its job."""
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    # Host and port of the rendezvous with rank 0; None when no variable gives them.
     master: tuple[str, int] | None = None
-    source: str = "nothing"
+    source: str = "nothing"  # the variable that gave the rank, for messages
 
     def variables(self) -> dict[str, str]:
         """Return torchrun's variables, which torch.distributed and other libraries read."""
@@ -230,20 +226,13 @@ LOOKED_FOR = (
 
 @dataclass(frozen=True)
 class Machines:
-    """The machines of a job, and which of them this one is.
+    """The machines of a job, and which of them this one is."""
 
-    Attributes:
-        nodes: number of machines, or a range such as ``"1:4"``.
-        processes: processes to start on each machine; None: not given.
-        master: host and port of the rendezvous with machine 0; None when no variable gives them.
-        source: the variable that gave the number of machines, for messages.
-    """
-
-    nodes: int | str
+    nodes: int | str  # number of machines, or a range such as ``"1:4"``
     node_rank: int
-    processes: int | None
-    master: tuple[str, int] | None
-    source: str
+    processes: int | None  # processes to start on each machine; None: not given
+    master: tuple[str, int] | None  # host and port of the rendezvous with machine 0; None when no variable gives them
+    source: str  # the variable that gave the number of machines, for messages
 
     @property
     def most(self) -> int:

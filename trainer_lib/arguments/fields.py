@@ -60,25 +60,16 @@ class Unset(int):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """The declaration of an argument, besides its type and default.
+    """The declaration of an argument, besides its type and default."""
 
-    Attributes:
-        affects: see the module's docstring; a field that a subclass adds without `arg` can change everything.
-        unit: the unit of a number; None where there is none.
-        choices: the allowed texts; None for all.
-        bounds: "ge", "gt", "le", "lt" and their numbers.
-        secret: never shown in errors, reprs or dumps.
-        by_arg: whether `arg` declared it, or a field that it overrides.
-        alone: no version of transformers has an argument of this name.
-    """
-
+    # See the module's docstring; a field that a subclass adds without `arg` can change everything.
     affects: Affects = "weights"
-    unit: str | None = None
-    choices: tuple[Any, ...] | None = None
-    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    secret: bool = False
-    by_arg: bool = False
-    alone: bool = False
+    unit: str | None = None  # the unit of a number; None where there is none
+    choices: tuple[Any, ...] | None = None  # the allowed texts; None for all
+    bounds: Mapping[str, float] = dataclasses.field(default_factory=dict)  # "ge", "gt", "le", "lt" and their numbers
+    secret: bool = False  # never shown in errors, reprs or dumps
+    by_arg: bool = False  # whether `arg` declared it, or a field that it overrides
+    alone: bool = False  # no version of transformers has an argument of this name
 
 
 class _Help(str):

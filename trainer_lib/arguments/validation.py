@@ -29,19 +29,12 @@ if TYPE_CHECKING:
 
 
 class Reporter(NamedTuple):
-    """A name that `report_to` accepts.
+    """A name that `report_to` accepts."""
 
-    Attributes:
-        callback: the class that serves it, in `trainer_lib`.
-        title: the product's name; empty for a tracker of our own.
-        package: the package that it needs and a plain installation lacks.
-        variable: an environment variable that the tracker's launcher sets.
-    """
-
-    callback: str
-    title: str = ""
-    package: str | None = None
-    variable: str | None = None
+    callback: str  # the class that serves it, in `trainer_lib`
+    title: str = ""  # the product's name; empty for a tracker of our own
+    package: str | None = None  # the package that it needs and a plain installation lacks
+    variable: str | None = None  # an environment variable that the tracker's launcher sets
 
     @property
     def is_ours(self) -> bool:

@@ -66,16 +66,11 @@ class Benchmark:
 
 @dataclass(frozen=True)
 class MetricCall:
-    """A metric as a spec asks for it.
+    """A metric as a spec asks for it."""
 
-    Attributes:
-        name: one of `NAMES`, or ``package.module:Name``.
-        result: what its value is called among the metrics.
-        given: one of `INPUTS`; None: the best class, unless the metric's parameters are named otherwise.
-    """
-
-    name: str
-    result: str
+    name: str  # one of `NAMES`, or ``package.module:Name``
+    result: str  # what its value is called among the metrics
+    # One of `INPUTS`; None: the best class, unless the metric's parameters are named otherwise.
     given: str | None = None
     arguments: dict[str, Any] = field(default_factory=dict)
 

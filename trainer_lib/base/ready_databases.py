@@ -41,17 +41,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Kind:
-    """One program's databases.
+    """One program's databases."""
 
-    Attributes:
-        package: the package with the migrations, by the name of its distribution and its import.
-        migrations: the folder of its migrations, from the package's.
-        filled: tables whose rows a new database has; of all others only the definition is kept.
-    """
-
-    package: str
-    migrations: str
-    filled: Collection[str]
+    package: str  # the package with the migrations, by the name of its distribution and its import
+    migrations: str  # the folder of its migrations, from the package's
+    filled: Collection[str]  # tables whose rows a new database has; of all others only the definition is kept
 
     def template(self) -> Path:
         """The folder of the installed version's tables. Raises OSError if it has no migrations."""

@@ -170,26 +170,18 @@ class _Plain:
 
 @dataclass
 class Source:
-    """The content of a transformers Trainer's checkpoint.
-
-    Attributes:
-        tensors: the weights: name → tensor on the CPU, in its saved shape and dtype.
-        adapter: whether the weights are those of a peft adapter.
-        rngs: random states by rank, as `capture_rng` returns them; empty when a rank's are missing.
-        files: the files to copy, name → bytes.
-        left_out: names of the files that were not opened.
-    """
+    """The content of a transformers Trainer's checkpoint."""
 
     url: str
-    tensors: dict[str, Tensor]
-    adapter: bool
+    tensors: dict[str, Tensor]  # the weights: name → tensor on the CPU, in its saved shape and dtype
+    adapter: bool  # whether the weights are those of a peft adapter
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
     scaler: dict[str, Any] | None
-    rngs: list[dict[str, Any]]
+    rngs: list[dict[str, Any]]  # random states by rank, as `capture_rng` returns them; empty when a rank's are missing
     state: TrainerState
-    files: dict[str, bytes] = field(default_factory=dict)
-    left_out: list[str] = field(default_factory=list)
+    files: dict[str, bytes] = field(default_factory=dict)  # the files to copy, name → bytes
+    left_out: list[str] = field(default_factory=list)  # names of the files that were not opened
 
 
 def read_source(store: Store) -> Source:

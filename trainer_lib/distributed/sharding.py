@@ -74,19 +74,13 @@ def _box(starts_and_sizes: Iterable[tuple[int, int]]) -> Box:
 
 @dataclass(frozen=True)
 class LocalPart:
-    """The elements of a tensor that this process holds.
+    """The elements of a tensor that this process holds."""
 
-    Attributes:
-        values: `[...]` in the tensor's dtype and on its device.
-        shape: the shape of the whole tensor.
-        ranges: for every dimension, the ranges of the whole tensor that lie behind one another in `values`.
-        is_first_copy: whether no rank before this one holds the same elements.
-    """
-
-    values: Tensor
-    shape: tuple[int, ...]
+    values: Tensor  # `[...]` in the tensor's dtype and on its device
+    shape: tuple[int, ...]  # the shape of the whole tensor
+    # For every dimension, the ranges of the whole tensor that lie behind one another in `values`.
     ranges: tuple[tuple[Range, ...], ...]
-    is_first_copy: bool
+    is_first_copy: bool  # whether no rank before this one holds the same elements
 
     def boxes(self) -> Iterator[tuple[Box, Tensor]]:
         """Yield its boxes and their views `[*box.shape]` in `values`: several where a dimension has gaps."""

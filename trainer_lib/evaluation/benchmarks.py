@@ -59,18 +59,12 @@ class Function:
 
 @dataclass(frozen=True)
 class TaskFile:
-    """A task of a file.
-
-    Attributes:
-        config: its settings as lm-eval has them, with absolute paths and with `Function`s.
-        files: the file, those that it includes, and its data.
-        code: Python files with its functions.
-    """
+    """A task of a file."""
 
     name: str
-    config: dict[str, Any]
-    files: tuple[Path, ...]
-    code: tuple[Path, ...]
+    config: dict[str, Any]  # its settings as lm-eval has them, with absolute paths and with `Function`s
+    files: tuple[Path, ...]  # the file, those that it includes, and its data
+    code: tuple[Path, ...]  # Python files with its functions
 
 
 def is_task_file(task: str) -> bool:

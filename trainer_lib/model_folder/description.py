@@ -35,60 +35,36 @@ LIMIT = 64 * 2**20
 
 @dataclass(frozen=True)
 class Places:
-    """Folders of the files: URLs, or paths from the folder of the description, in which `..` leads upwards.
+    """Folders of the files: URLs, or paths from the folder of the description, in which `..` leads upwards."""
 
-    Attributes:
-        weights: of the model's files.
-        code: of the recipe's files.
-        data: of the folder that holds `assets`.
-        checkpoint: name of a checkpoint of the stage that exported `weights`: the model has its weights instead.
-    """
-
-    weights: str = "."
-    code: str = CODE
-    data: str = "."
+    weights: str = "."  # of the model's files
+    code: str = CODE  # of the recipe's files
+    data: str = "."  # of the folder that holds `assets`
+    # Name of a checkpoint of the stage that exported `weights`: the model has its weights instead.
     checkpoint: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelDescription:
-    """The description of a trained model.
+    """The description of a trained model."""
 
-    Attributes:
-        name: the pipeline's name.
-        recipe: path of the recipe's file, from the folder of the code.
-        fallback: the file with the functions that the recipe does not define; None: there is none.
-        code: the recipe's files.
-        paths: folders below the code's that imports start from.
-        weights: the model's files.
-        assets: what `prepare` wrote next to the data, below ``assets/``.
-        model: settings that `build_model` is given.
-        options: settings that `callbacks` is given.
-        args: training arguments that predictions are made with.
-        info: what `prepare` notes for the model.
-        rows: split -> number of rows.
-        columns: column of a prepared row -> its type (``float32[8,8]``, ``int64[*]``, ``string``).
-        stages: stage -> key of the stage that made it.
-        versions: package -> version that the model was made with.
-        places: where the files lie.
-    """
-
-    name: str
-    recipe: str
-    code: tuple[FileEntry, ...]
-    weights: tuple[FileEntry, ...]
-    fallback: str | None = None
-    paths: tuple[str, ...] = (".",)
-    assets: tuple[FileEntry, ...] = ()
-    model: dict[str, Any] = field(default_factory=dict)
-    options: dict[str, Any] = field(default_factory=dict)
-    args: dict[str, Any] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
-    rows: dict[str, int] = field(default_factory=dict)
+    name: str  # the pipeline's name
+    recipe: str  # path of the recipe's file, from the folder of the code
+    code: tuple[FileEntry, ...]  # the recipe's files
+    weights: tuple[FileEntry, ...]  # the model's files
+    fallback: str | None = None  # the file with the functions that the recipe does not define; None: there is none
+    paths: tuple[str, ...] = (".",)  # folders below the code's that imports start from
+    assets: tuple[FileEntry, ...] = ()  # what `prepare` wrote next to the data, below ``assets/``
+    model: dict[str, Any] = field(default_factory=dict)  # settings that `build_model` is given
+    options: dict[str, Any] = field(default_factory=dict)  # settings that `callbacks` is given
+    args: dict[str, Any] = field(default_factory=dict)  # training arguments that predictions are made with
+    info: dict[str, Any] = field(default_factory=dict)  # what `prepare` notes for the model
+    rows: dict[str, int] = field(default_factory=dict)  # split -> number of rows
+    # Column of a prepared row -> its type (``float32[8,8]``, ``int64[*]``, ``string``).
     columns: dict[str, str] = field(default_factory=dict)
-    stages: dict[str, str] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    places: Places = field(default_factory=Places)
+    stages: dict[str, str] = field(default_factory=dict)  # stage -> key of the stage that made it
+    versions: dict[str, str] = field(default_factory=dict)  # package -> version that the model was made with
+    places: Places = field(default_factory=Places)  # where the files lie
 
     @property
     def code_digest(self) -> str:

@@ -43,17 +43,12 @@ class SourceLink:
 
 @dataclass(frozen=True, kw_only=True)
 class StageLink:
-    """The result of a stage.
-
-    Attributes:
-        key: its content key, SHA-256.
-        content_digest: of its files; None: its commit file could not be read when this was written.
-        inputs: stage -> content digest of its result that this one was made from.
-    """
+    """The result of a stage."""
 
     stage: str
-    key: str
-    content_digest: str | None = None
+    key: str  # its content key, SHA-256
+    content_digest: str | None = None  # of its files; None: its commit file could not be read when this was written
+    # Stage -> content digest of its result that this one was made from.
     inputs: dict[str, str] = field(default_factory=dict)
 
 
@@ -76,38 +71,24 @@ class PublicationLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Lineage:
-    """The lineage of a model.
+    """The lineage of a model."""
 
-    Attributes:
-        name: the pipeline's name.
-        sources: of the data.
-        stages: in the order in which they ran.
-        checkpoints: of the training, oldest first.
-        exported: the checkpoint whose weights are those of the model; None: none is.
-        tracked_run: the MLflow run of the training, by the name that it has before its server is reached: the run's
-            tag `trainflow.attempt`.
-        mlflow_run_id: the same run by the id that its server gave it, where that was known.
-        code_digest: of the code that predicts (`ModelDescription.code_digest`); None: it is not published.
-        arguments: those of the training that differ from the defaults.
-        versions: package -> version that the model was trained with.
-        run: the run on the storage; None in a publication, which any number of runs may have made.
-        publication: where the run published the model; None in the publication itself.
-        files: of the folder that this file lies in, without this file.
-    """
-
-    name: str
-    sources: tuple[SourceLink, ...] = ()
-    stages: tuple[StageLink, ...] = ()
-    checkpoints: tuple[CheckpointLink, ...] = ()
-    exported: str | None = None
+    name: str  # the pipeline's name
+    sources: tuple[SourceLink, ...] = ()  # of the data
+    stages: tuple[StageLink, ...] = ()  # in the order in which they ran
+    checkpoints: tuple[CheckpointLink, ...] = ()  # of the training, oldest first
+    exported: str | None = None  # the checkpoint whose weights are those of the model; None: none is
+    # The MLflow run of the training, by the name that it has before its server is reached: the run's tag
+    # `trainflow.attempt`.
     tracked_run: str | None = None
-    mlflow_run_id: str | None = None
+    mlflow_run_id: str | None = None  # the same run by the id that its server gave it, where that was known
+    # Of the code that predicts (`ModelDescription.code_digest`); None: it is not published.
     code_digest: str | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
-    versions: dict[str, str] = field(default_factory=dict)
-    run: str | None = None
-    publication: PublicationLink | None = None
-    files: tuple[FileEntry, ...] = ()
+    arguments: dict[str, Any] = field(default_factory=dict)  # those of the training that differ from the defaults
+    versions: dict[str, str] = field(default_factory=dict)  # package -> version that the model was trained with
+    run: str | None = None  # the run on the storage; None in a publication, which any number of runs may have made
+    publication: PublicationLink | None = None  # where the run published the model; None in the publication itself
+    files: tuple[FileEntry, ...] = ()  # of the folder that this file lies in, without this file
 
     def stage(self, name: str) -> StageLink | None:
         """The result of a stage; None where there is none."""

@@ -43,25 +43,20 @@ _INSIDE = re.compile(r"(/stages/[^/]+/[^/]+)/(model|checkpoints|predictions(/[^/
 
 @dataclass(frozen=True)
 class FoundModel:
-    """A description and where its files are.
-
-    Attributes:
-        url: the address of the description's folder.
-        weights, code, data: the folders of the files.
-        checkpoint: name of the checkpoint below `checkpoints` whose weights are wanted; None: the exported ones.
-        is_run: whether the address is a run of a storage on which this user has run pipelines, whose committed train
-            stage has this model: its code is what that run executed. A published folder never is, whatever it holds.
-        registered: the address in MLflow of which `url` is a copy that goes with this process.
-    """
+    """A description and where its files are."""
 
     description: ModelDescription
-    url: str
+    url: str  # the address of the description's folder
+    # weights, code, data: the folders of the files.
     weights: Store
     code: Store
     data: Store
+    # Name of the checkpoint below `checkpoints` whose weights are wanted; None: the exported ones.
     checkpoint: str | None = None
+    # Whether the address is a run of a storage on which this user has run pipelines, whose committed train stage has
+    # this model: its code is what that run executed. A published folder never is, whatever it holds.
     is_run: bool = False
-    registered: str | None = None
+    registered: str | None = None  # the address in MLflow of which `url` is a copy that goes with this process
 
     @property
     def checkpoints(self) -> Store:

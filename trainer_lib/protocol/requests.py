@@ -40,18 +40,12 @@ STATISTICS = "statistics.json"
 
 @dataclass(frozen=True)
 class PreparedSplit:
-    """One split as prepare-data leaves it.
-
-    Attributes:
-        shards: paths of its Arrow files below the stage's folder, in the order of the rows.
-        columns: names of columns -> their types.
-        lengths: rows of the files; empty: all but the last have as many as the first.
-    """
+    """One split as prepare-data leaves it."""
 
     rows: int
-    shards: tuple[str, ...] = ()
-    columns: dict[str, str] = field(default_factory=dict)
-    lengths: tuple[int, ...] = ()
+    shards: tuple[str, ...] = ()  # paths of its Arrow files below the stage's folder, in the order of the rows
+    columns: dict[str, str] = field(default_factory=dict)  # names of columns -> their types
+    lengths: tuple[int, ...] = ()  # rows of the files; empty: all but the last have as many as the first
 
 
 @dataclass(frozen=True)
@@ -66,31 +60,21 @@ class PrepareResult:
 
 @dataclass(frozen=True)
 class Trained:
-    """Facts of a finished training.
+    """Facts of a finished training."""
 
-    Attributes:
-        global_step, global_samples: optimizer steps and training samples, those before a resume included.
-        world_size: processes of the attempt that finished.
-        resumed_from: optimizer step that the attempt continued from; None: it began at the start.
-        checkpoints: names of the committed checkpoints, newest first.
-        parameters: number of the model's parameters.
-        peak_bytes: the largest memory of a process (`trainer_lib.base.memory.read_peak_bytes`).
-        device: what the processes trained on, as its driver names it.
-        mfu: model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
-        micro_batch: samples that a process was allowed at a time in the end; a step may have had fewer.
-        mixture: weights of sources that were changed while training: `step` and `weights` of each change.
-    """
-
+    # global_step, global_samples: optimizer steps and training samples, those before a resume included.
     global_step: int | None = None
     global_samples: int | None = None
-    world_size: int | None = None
-    resumed_from: int | None = None
-    checkpoints: tuple[str, ...] = ()
-    parameters: int | None = None
-    peak_bytes: int | None = None
-    device: str | None = None
+    world_size: int | None = None  # processes of the attempt that finished
+    resumed_from: int | None = None  # optimizer step that the attempt continued from; None: it began at the start
+    checkpoints: tuple[str, ...] = ()  # names of the committed checkpoints, newest first
+    parameters: int | None = None  # number of the model's parameters
+    peak_bytes: int | None = None  # the largest memory of a process (`trainer_lib.base.memory.read_peak_bytes`)
+    device: str | None = None  # what the processes trained on, as its driver names it
+    # Model FLOPs utilization of the last attempt, from 0 to 1; None where the device's peak is not known.
     mfu: float | None = None
-    micro_batch: int | None = None
+    micro_batch: int | None = None  # samples that a process was allowed at a time in the end; a step may have had fewer
+    # Weights of sources that were changed while training: `step` and `weights` of each change.
     mixture: tuple[dict[str, Any], ...] = ()
 
 
@@ -164,22 +148,15 @@ class Proof:
 
 @dataclass(frozen=True)
 class Preemption:
-    """Where a notice is looked for: a file that exists, a command that exits with 0, or a URL that answers 200.
-
-    Attributes:
-        headers: sent with the request.
-        contains: text that the answer must contain; None: any answer counts.
-        every_s: seconds between two looks.
-        timeout_s: seconds that the command or the URL may take.
-    """
+    """Where a notice is looked for: a file that exists, a command that exits with 0, or a URL that answers 200."""
 
     file: str | None = None
     command: tuple[str, ...] = ()
     url: str | None = None
-    headers: dict[str, str] = field(default_factory=dict)
-    contains: str | None = None
-    every_s: float = 5.0
-    timeout_s: float = 2.0
+    headers: dict[str, str] = field(default_factory=dict)  # sent with the request
+    contains: str | None = None  # text that the answer must contain; None: any answer counts
+    every_s: float = 5.0  # seconds between two looks
+    timeout_s: float = 2.0  # seconds that the command or the URL may take
 
 
 @dataclass(frozen=True)
@@ -195,16 +172,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True, kw_only=True)
 class Request(Generic[R]):
-    """The base of all requests.
-
-    Attributes:
-        output: folder or URL to write to.
-        recipe: whose functions are called; None: the verb needs none.
-        options: the recipe's own settings of this stage.
-        paths: which of them, and of the model's settings, are paths; None: none.
-        tracking: whether the environment names an MLflow run to add points to.
-        debug: keep the files of the run.
-    """
+    """The base of all requests."""
 
     verb: ClassVar[str]
     result: ClassVar[type[Any]]
@@ -216,12 +184,12 @@ class Request(Generic[R]):
     uses_devices: ClassVar[bool] = False
     """Whether the worker puts a model on the devices of its machine."""
 
-    output: str
-    recipe: RecipeFile | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-    paths: PathOptions | None = None
-    tracking: bool = False
-    debug: bool = False
+    output: str  # folder or URL to write to
+    recipe: RecipeFile | None = None  # whose functions are called; None: the verb needs none
+    options: dict[str, Any] = field(default_factory=dict)  # the recipe's own settings of this stage
+    paths: PathOptions | None = None  # which of them, and of the model's settings, are paths; None: none
+    tracking: bool = False  # whether the environment names an MLflow run to add points to
+    debug: bool = False  # keep the files of the run
 
     def __init_subclass__(cls, *, verb: str | None = None, result: type[Any] | None = None, **options: Any) -> None:
         """Remember the class as the request of `verb`, which `result` answers."""
@@ -252,40 +220,26 @@ class Request(Generic[R]):
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareRequest(Request[PrepareResult], verb="prepare", result=PrepareResult):
-    """Write the recipe's rows as shards.
-
-    Attributes:
-        shard_rows: rows of a shard.
-        allow_nan: accept NaN and infinite values.
-        sources: what the data is made from; local paths are absolute.
-        limit: rows of each split (of each source, where there are several) that are written; None: all.
-        step: which of `worker.prepare` is done; a recipe with `prepare` has one.
-        mixture: names of the sources of a mixture, in their order; empty: there is none.
-    """
+    """Write the recipe's rows as shards."""
 
     functions: ClassVar[tuple[str, ...]] = ("prepare",)
-    shard_rows: int = 10_000
-    allow_nan: bool = False
-    sources: tuple[str, ...] = ()
-    limit: int | None = None
-    step: str = "all"
-    mixture: tuple[str, ...] = ()
+    shard_rows: int = 10_000  # rows of a shard
+    allow_nan: bool = False  # accept NaN and infinite values
+    sources: tuple[str, ...] = ()  # what the data is made from; local paths are absolute
+    limit: int | None = None  # rows of each split (of each source, where there are several) that are written; None: all
+    step: str = "all"  # which of `worker.prepare` is done; a recipe with `prepare` has one
+    mixture: tuple[str, ...] = ()  # names of the sources of a mixture, in their order; empty: there is none
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRequest(Request[R], Generic[R]):
-    """The common part of training, evaluation and prediction.
-
-    Attributes:
-        model: settings that build_model is given.
-        args: training arguments by name.
-        metrics: those that the spec asks for, measured by evaluations besides those of compute_metrics.
-    """
+    """The common part of training, evaluation and prediction."""
 
     uses_devices: ClassVar[bool] = True
     data: PreparedData
-    model: dict[str, Any] = field(default_factory=dict)
-    args: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)  # settings that build_model is given
+    args: dict[str, Any] = field(default_factory=dict)  # training arguments by name
+    # Those that the spec asks for, measured by evaluations besides those of compute_metrics.
     metrics: tuple[MetricCall, ...] = ()
 
     def model_options(self) -> dict[str, Any]:
@@ -301,21 +255,15 @@ class ModelRequest(Request[R], Generic[R]):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest(ModelRequest[TrainResult], verb="train", result=TrainResult):
-    """Train from the newest good checkpoint in `output`, or from the start, and export the model.
-
-    Attributes:
-        eval_split: evaluated while training; None: none.
-        proof, flavor: of a training that is part of a proof; the library that the model must be of ("transformers").
-        preemption: where to look for notice that the machine goes; None: nowhere.
-        stop_early: when a training ends that no longer improves; None: never.
-    """
+    """Train from the newest good checkpoint in `output`, or from the start, and export the model."""
 
     train_split: str = "train"
-    eval_split: str | None = None
+    eval_split: str | None = None  # evaluated while training; None: none
+    # proof, flavor: of a training that is part of a proof; the library that the model must be of ("transformers").
     proof: Proof | None = None
     flavor: str | None = None
-    preemption: Preemption | None = None
-    stop_early: StopEarly | None = None
+    preemption: Preemption | None = None  # where to look for notice that the machine goes; None: nowhere
+    stop_early: StopEarly | None = None  # when a training ends that no longer improves; None: never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -376,39 +324,27 @@ class PredictRequest(ModelRequest[PartsResult], verb="predict", result=PartsResu
 
 @dataclass(frozen=True, kw_only=True)
 class MergeRequest(ModelRequest[MergeResult], verb="merge_adapters", result=MergeResult):
-    """Merge the adapters exported at `model_url` into the weights of their base model.
-
-    Attributes:
-        dtype: type of the merged weights; None: that of the base, bfloat16 of a quantized one.
-        tolerance: share of next tokens in which they may differ from the adapters, on the rows `prompts`.
-    """
+    """Merge the adapters exported at `model_url` into the weights of their base model."""
 
     uses_devices: ClassVar[bool] = False
 
     model_url: str
-    dtype: str | None = None
-    tolerance: float = 1.0
+    dtype: str | None = None  # type of the merged weights; None: that of the base, bfloat16 of a quantized one
+    tolerance: float = 1.0  # share of next tokens in which they may differ from the adapters, on the rows `prompts`
     prompts: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class FoundModelRequest(Request[R], Generic[R]):
-    """The common part of requests about a model by its address.
-
-    Attributes:
-        model: its address.
-        code: SHA-256 of its code, which is trusted.
-        sources: the files with rows for it, in their order.
-        is_on_cpu: it was trained on the CPU although there are devices.
-    """
+    """The common part of requests about a model by its address."""
 
     functions: ClassVar[tuple[str, ...]] = ()
     home: ClassVar[str] = "trainer_lib.model_folder"
 
-    model: str
-    code: str
-    sources: tuple[RowFile, ...] = ()
-    is_on_cpu: bool = False
+    model: str  # its address
+    code: str  # SHA-256 of its code, which is trusted
+    sources: tuple[RowFile, ...] = ()  # the files with rows for it, in their order
+    is_on_cpu: bool = False  # it was trained on the CPU although there are devices
 
     @property
     @override
@@ -418,21 +354,17 @@ class FoundModelRequest(Request[R], Generic[R]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowSettings:
-    """Settings of predictions of new rows, in files of a fixed number of rows.
+    """Settings of predictions of new rows, in files of a fixed number of rows."""
 
-    Attributes:
-        id_column: column with the ids of the rows; None: `row_id` or `id` where the first row has it, else numbers.
-        ignored: columns that are not for the model.
-        rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
-        max_errors: rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
-        batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
-    """
-
+    # Column with the ids of the rows; None: `row_id` or `id` where the first row has it, else numbers.
     id_column: str | None = None
-    ignored: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()  # columns that are not for the model
+    # rows_per_file, file_format: rows of a file, and "parquet" or "jsonl".
     rows_per_file: int = 10_000
     file_format: str = "parquet"
+    # Rows that may be bad: what is wrong with each goes into a column `error`. 0: no row, no column.
     max_errors: int = 0
+    # batch_size, sort_by: rows of a forward pass (None: as while training), and what they share it by the length of.
     batch_size: int | None = None
     sort_by: str | None = None
 
@@ -449,44 +381,30 @@ class ScoreRequest(RowSettings, FoundModelRequest[PartsResult], verb="score_rows
 
 @dataclass(frozen=True)
 class MeasureRowsResult:
-    """Metrics of a model on labelled rows.
-
-    Attributes:
-        digest: SHA-256 of the labels and what was read with them: two results of one digest are of the same rows.
-        metrics: name -> value, and `<name>_low` and `<name>_high`.
-        resampled: name -> its value on each resample, the same resamples for every model.
-        outcomes: as `summarize_outcomes` has them, with inputs; None where they were not asked for, or of another kind.
-    """
+    """Metrics of a model on labelled rows."""
 
     rows: int
-    digest: str
-    metrics: dict[str, float]
-    resampled: dict[str, tuple[float, ...]]
+    digest: str  # SHA-256 of the labels and what was read with them: two results of one digest are of the same rows
+    metrics: dict[str, float]  # name -> value, and `<name>_low` and `<name>_high`
+    resampled: dict[str, tuple[float, ...]]  # name -> its value on each resample, the same resamples for every model
+    # As `summarize_outcomes` has them, with inputs; None where they were not asked for, or of another kind.
     outcomes: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeasureRowsRequest(FoundModelRequest[MeasureRowsResult], verb="measure_rows", result=MeasureRowsResult):
-    """Measure a trained model on labelled rows.
-
-    Attributes:
-        digest: SHA-256 of the model.
-        data, split: the prepared split with the rows in place of files; its own rows decide the resamples.
-        metrics: those that are measured besides those of compute_metrics.
-        confidence: the probability that an interval holds its metric.
-        resamples: of the rows, for intervals and comparisons.
-        wants_outcomes: return what a report shows of the rows.
-    """
+    """Measure a trained model on labelled rows."""
 
     uses_devices: ClassVar[bool] = True
 
-    digest: str
+    digest: str  # SHA-256 of the model
+    # data, split: the prepared split with the rows in place of files; its own rows decide the resamples.
     data: PreparedData | None = None
     split: str = ""
-    metrics: tuple[MetricCall, ...] = ()
-    confidence: float = 0.95
-    resamples: int = 1000
-    wants_outcomes: bool = False
+    metrics: tuple[MetricCall, ...] = ()  # those that are measured besides those of compute_metrics
+    confidence: float = 0.95  # the probability that an interval holds its metric
+    resamples: int = 1000  # of the rows, for intervals and comparisons
+    wants_outcomes: bool = False  # return what a report shows of the rows
 
 
 @dataclass(frozen=True)

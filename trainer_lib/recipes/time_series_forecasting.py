@@ -49,23 +49,14 @@ _CLOSE = 1e-6  # of a step: numbers of a table are rounded
 
 @dataclass(frozen=True)
 class Series:
-    """A series on a regular grid.
+    """A series on a regular grid."""
 
-    Attributes:
-        name: its name; empty where the table has one series.
-        times: times that can be compared, ``[steps]``.
-        labels: the times as texts ``[steps]``.
-        values: ``[steps, columns]``.
-        measured: whether the table has them, and they are not filled ``[steps, columns]``.
-        to_come: the last so many steps have no target: they are to be forecast.
-    """
-
-    name: str
-    times: np.ndarray
-    labels: list[str]
-    values: np.ndarray
-    measured: np.ndarray
-    to_come: int
+    name: str  # its name; empty where the table has one series
+    times: np.ndarray  # times that can be compared, ``[steps]``
+    labels: list[str]  # the times as texts ``[steps]``
+    values: np.ndarray  # ``[steps, columns]``
+    measured: np.ndarray  # whether the table has them, and they are not filled ``[steps, columns]``
+    to_come: int  # the last so many steps have no target: they are to be forecast
 
     def past(self) -> Series:
         """The steps before those to come."""

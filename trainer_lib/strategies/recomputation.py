@@ -33,21 +33,13 @@ _OPERATORS = {
 
 @dataclass(frozen=True)
 class Recomputation:
-    """Settings by which blocks save memory.
+    """Settings by which blocks save memory."""
 
-    Attributes:
-        every: recompute every n-th block; 0 recomputes none.
-        save: operators whose results recomputed blocks keep.
-        blocks: names of the blocks' classes; empty: the layers that the model repeats.
-        offload: what blocks keep for the backward is in the CPU's memory.
-        preserve_rng_state: draw the same random numbers again.
-    """
-
-    every: int = 1
-    save: tuple[str, ...] = ()
-    blocks: tuple[str, ...] = ()
-    offload: bool = False
-    preserve_rng_state: bool = True
+    every: int = 1  # recompute every n-th block; 0 recomputes none
+    save: tuple[str, ...] = ()  # operators whose results recomputed blocks keep
+    blocks: tuple[str, ...] = ()  # names of the blocks' classes; empty: the layers that the model repeats
+    offload: bool = False  # what blocks keep for the backward is in the CPU's memory
+    preserve_rng_state: bool = True  # draw the same random numbers again
 
     @classmethod
     def of(cls, settings: Mapping[str, Any] | None) -> Self | None:

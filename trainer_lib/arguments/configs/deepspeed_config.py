@@ -108,34 +108,23 @@ ELEMENTWISE = (*sorted({*OPTIMIZERS.values()}), "adamw_torch", "adam")
 
 @dataclass(frozen=True)
 class ZeroPlan:
-    """The settings of a configuration, combined with the arguments.
+    """The settings of a configuration, combined with the arguments."""
 
-    Attributes:
-        stage: 0 = nothing is sharded, 1 = the optimizer state is, 2 = gradients too, 3 = parameters too.
-        precision: "fp32", "bf16" or "fp16".
-        zero: the section zero_optimization, without the sizes in `automatic`.
-        automatic: names of the sizes (in elements) that follow from the model.
-        offload_optimizer, offload_param: "cpu", "nvme" or None.
-        compiled_adam: True when the file asks for DeepSpeed's own compiled Adam for the CPU.
-        schedule: type and settings of DeepSpeed's schedule; None leaves it to lr_scheduler_type.
-        clipping: gradient_clipping, an L2 norm; None when the file has none.
-        allow_untested: zero_allow_untested_optimizer, as written.
-        sections: fp16, bf16 and all other sections that go to DeepSpeed as they are.
-        arguments: argument -> value that the file decides.
-    """
-
-    stage: int
-    precision: str
-    zero: dict[str, Any]
-    automatic: tuple[str, ...] = ()
+    stage: int  # 0 = nothing is sharded, 1 = the optimizer state is, 2 = gradients too, 3 = parameters too
+    precision: str  # "fp32", "bf16" or "fp16"
+    zero: dict[str, Any]  # the section zero_optimization, without the sizes in `automatic`
+    automatic: tuple[str, ...] = ()  # names of the sizes (in elements) that follow from the model
+    # offload_optimizer, offload_param: "cpu", "nvme" or None.
     offload_optimizer: str | None = None
     offload_param: str | None = None
-    compiled_adam: bool = False
+    compiled_adam: bool = False  # True when the file asks for DeepSpeed's own compiled Adam for the CPU
+    # Type and settings of DeepSpeed's schedule; None leaves it to lr_scheduler_type.
     schedule: tuple[str, dict[str, Any]] | None = None
-    clipping: float | None = None
-    allow_untested: bool | None = None
+    clipping: float | None = None  # gradient_clipping, an L2 norm; None when the file has none
+    allow_untested: bool | None = None  # zero_allow_untested_optimizer, as written
+    # All sections that go to DeepSpeed as they are, fp16 and bf16 among them.
     sections: dict[str, Any] = field(default_factory=dict)
-    arguments: dict[str, Any] = field(default_factory=dict)
+    arguments: dict[str, Any] = field(default_factory=dict)  # argument -> value that the file decides
 
 
 def adopt(args: TrainingArguments) -> ZeroPlan:

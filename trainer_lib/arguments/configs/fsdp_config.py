@@ -66,40 +66,28 @@ _UNSERVED: Mapping[str, tuple[str, str]] = {
 
 @dataclass(frozen=True)
 class FsdpSettings:
-    """The settings of FSDP.
+    """The settings of FSDP."""
 
-    Attributes:
-        mode: full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2.
-        offload: keep parameters, gradients and optimizer state in the host's memory.
-        wrap: the unit that is gathered: the "whole" model, each layer of some "classes", modules by "size", or layers
-            if they are "known" because the model names their classes, else the whole.
-        wrap_classes: class names of the layers; empty = those that the model names in `_no_split_modules`.
-        min_num_params: number of parameters that make a unit, for "size".
-        hybrid_group: processes that share one copy, for the hybrid modes; None = those of one machine.
-        backward_prefetch, forward_prefetch: gather the next unit while this one computes.
-        activation_checkpointing: recompute each unit's activations in the backward pass.
-        cpu_ram_efficient_loading: only the first process builds the model with its values.
-        sync_module_states: all processes get the first one's values.
-        sharded_checkpoints: every process writes its own part of a checkpoint.
-        param_dtype, reduce_dtype: number formats of gathered parameters and of exchanged gradients; None = their own.
-        ignored_modules: patterns of the names of modules that are not sharded.
-    """
-
-    mode: str = "full_shard"
-    offload: bool = False
+    mode: str = "full_shard"  # full_shard, shard_grad_op, no_shard, hybrid_shard or hybrid_shard_zero2
+    offload: bool = False  # keep parameters, gradients and optimizer state in the host's memory
+    # The unit that is gathered: the "whole" model, each layer of some "classes", modules by "size", or layers if they
+    # are "known" because the model names their classes, else the whole.
     wrap: str = "whole"
+    # Class names of the layers; empty = those that the model names in `_no_split_modules`.
     wrap_classes: tuple[str, ...] = ()
-    min_num_params: int = 0
-    hybrid_group: int | None = None
+    min_num_params: int = 0  # number of parameters that make a unit, for "size"
+    hybrid_group: int | None = None  # processes that share one copy, for the hybrid modes; None = those of one machine
+    # backward_prefetch, forward_prefetch: gather the next unit while this one computes.
     backward_prefetch: bool = True
     forward_prefetch: bool = False
-    activation_checkpointing: bool = False
-    cpu_ram_efficient_loading: bool = False
-    sync_module_states: bool = True
-    sharded_checkpoints: bool = True
+    activation_checkpointing: bool = False  # recompute each unit's activations in the backward pass
+    cpu_ram_efficient_loading: bool = False  # only the first process builds the model with its values
+    sync_module_states: bool = True  # all processes get the first one's values
+    sharded_checkpoints: bool = True  # every process writes its own part of a checkpoint
+    # param_dtype, reduce_dtype: number formats of gathered parameters and of exchanged gradients; None = their own.
     param_dtype: str | None = None
     reduce_dtype: str | None = None
-    ignored_modules: tuple[str, ...] = ()
+    ignored_modules: tuple[str, ...] = ()  # patterns of the names of modules that are not sharded
 
     @property
     def reshards(self) -> bool:

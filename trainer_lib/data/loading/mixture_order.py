@@ -31,19 +31,13 @@ _Counts = tuple[int, ...]
 
 @dataclass(frozen=True)
 class _Segment:
-    """Positions of an epoch with the same weights.
-
-    Attributes:
-        weights: of the sources, whole numbers.
-        base: rows of the sources that the epoch has before it.
-        counts: rows of the sources in it, had it no end by other weights: such an end changes nothing before it.
-    """
+    """Positions of an epoch with the same weights."""
 
     start: int
     stop: int
-    weights: _Counts
-    base: _Counts
-    counts: _Counts
+    weights: _Counts  # of the sources, whole numbers
+    base: _Counts  # rows of the sources that the epoch has before it
+    counts: _Counts  # rows of the sources in it, had it no end by other weights: such an end changes nothing before it
 
     def before(self, block: int) -> _Counts:
         """Rows of the sources in front of a block."""
@@ -78,20 +72,14 @@ def _first_events(weights: _Counts, count: int) -> _Counts:
 
 @dataclass
 class MixtureOrder:
-    """The order of a mixture, with the interface of the other orders.
-
-    Attributes:
-        batch: samples of an optimizer step, by which steps are positions.
-        drop_last: an incomplete last batch of an epoch is not trained.
-        shuffled: rows of a source come in another order in every pass; else in their own.
-        changes: weights that were changed while training, as JSON, with `step`, `weights` and `id`.
-    """
+    """The order of a mixture, with the interface of the other orders."""
 
     mixture: Mixture
     seed: int
-    batch: int
-    drop_last: bool = False
-    shuffled: bool = True
+    batch: int  # samples of an optimizer step, by which steps are positions
+    drop_last: bool = False  # an incomplete last batch of an epoch is not trained
+    shuffled: bool = True  # rows of a source come in another order in every pass; else in their own
+    # Weights that were changed while training, as JSON, with `step`, `weights` and `id`.
     changes: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:

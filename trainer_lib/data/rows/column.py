@@ -12,17 +12,11 @@ LABELS = ("label", "label_ids", "labels")
 
 @dataclass(frozen=True)
 class Column:
-    """The type of a column.
+    """The type of a column."""
 
-    Attributes:
-        kind: "scalar", "string", "bytes", "list" (``[n]``, any n) or "array" (fixed shape).
-        dtype: NumPy name of the elements' type, "string" for a list of texts; empty for text and bytes.
-        shape: shape of an "array"; empty for other kinds.
-    """
-
-    kind: str
-    dtype: str = ""
-    shape: tuple[int, ...] = ()
+    kind: str  # "scalar", "string", "bytes", "list" (``[n]``, any n) or "array" (fixed shape)
+    dtype: str = ""  # NumPy name of the elements' type, "string" for a list of texts; empty for text and bytes
+    shape: tuple[int, ...] = ()  # shape of an "array"; empty for other kinds
 
     def __str__(self) -> str:
         """The type as text: ``float32[8,8]``, ``int64[*]``, ``string[*]``, ``string``."""

@@ -25,17 +25,12 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sources of a split in the order of its rows, and how they are mixed.
+    """The sources of a split in the order of its rows, and how they are mixed."""
 
-    Attributes:
-        rows: name of a source -> its rows, which follow those of the source before.
-        budgets: name -> the rows that it may give in an epoch; the others give what their weights ask for.
-        pieces: weights by step, the first at step 0 and of all sources.
-    """
-
-    rows: Mapping[str, int]
+    rows: Mapping[str, int]  # name of a source -> its rows, which follow those of the source before
+    # Name -> the rows that it may give in an epoch; the others give what their weights ask for.
     budgets: Mapping[str, int]
-    pieces: Sequence[Piece]
+    pieces: Sequence[Piece]  # weights by step, the first at step 0 and of all sources
 
     @property
     def epoch_rows(self) -> int:

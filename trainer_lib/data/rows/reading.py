@@ -38,35 +38,20 @@ _NO_PARTITION = "__HIVE_DEFAULT_PARTITION__"
 
 @dataclass(frozen=True)
 class Reading:
-    """The form of tables; None: found from the file.
+    """The form of tables; None: found from the file."""
 
-    Attributes:
-        separator: one character between two values.
-        encoding: as Python names it.
-        quote: the character around a value with separators in it; empty: there is none.
-        escape: the character before a quote that belongs to a value; None: such a quote is doubled.
-        columns: the names of the columns, where no line has them.
-        skip_lines: lines before that with the names.
-        sheet: name of the sheet of a workbook; None: its first one with rows.
-        partitions: whether folders such as year=2024 are columns.
-        decimal: the mark before the fraction of a number.
-        thousands: the mark between its thousands; a space is any space.
-        na_values: texts that stand for no value, besides the usual ones.
-        answer: the one of `columns` that files of new rows may lack.
-    """
-
-    separator: str | None = None
-    encoding: str | None = None
-    quote: str | None = None
-    escape: str | None = None
-    columns: Sequence[str] = ()
-    skip_lines: int = 0
-    sheet: str | None = None
-    partitions: bool = False
-    decimal: str | None = None
-    thousands: str | None = None
-    na_values: Sequence[str] = ()
-    answer: str | None = None
+    separator: str | None = None  # one character between two values
+    encoding: str | None = None  # as Python names it
+    quote: str | None = None  # the character around a value with separators in it; empty: there is none
+    escape: str | None = None  # the character before a quote that belongs to a value; None: such a quote is doubled
+    columns: Sequence[str] = ()  # the names of the columns, where no line has them
+    skip_lines: int = 0  # lines before that with the names
+    sheet: str | None = None  # name of the sheet of a workbook; None: its first one with rows
+    partitions: bool = False  # whether folders such as year=2024 are columns
+    decimal: str | None = None  # the mark before the fraction of a number
+    thousands: str | None = None  # the mark between its thousands; a space is any space
+    na_values: Sequence[str] = ()  # texts that stand for no value, besides the usual ones
+    answer: str | None = None  # the one of `columns` that files of new rows may lack
 
     def __post_init__(self) -> None:
         """Raise ConfigError for a mark that is not one character, or an encoding that Python does not know."""

@@ -57,30 +57,18 @@ _SPEAKERS = re.compile(r"\n\n(Human|Assistant):")  # of turns in a text, as of A
 
 
 class Conversation(NamedTuple):
-    """A conversation of a row.
+    """A conversation of a row."""
 
-    Attributes:
-        place: where it is from.
-        messages: turns as templates take them: `role`, `content`, and what else they have.
-        trained: whether the turns may be trained on.
-        tools: those of the row, for the template.
-        values: the columns of the row.
-        fault: what is wrong with it; empty for one that can be rendered.
-        source: the name of its source in a mixture; None: there is none.
-        text: a text without turns, in place of `messages`.
-        shape: how its row has it; empty where it is in no shape.
-        first: the number of its first turn for people: 0 for a system prompt in front of the row's own turns, else 1.
-    """
-
-    place: str
-    messages: list[dict[str, Any]]
-    trained: list[bool]
-    tools: list[Any] | None
-    values: Mapping[str, Any]
-    fault: str = ""
-    source: str | None = None
-    text: str | None = None
-    shape: str = ""
+    place: str  # where it is from
+    messages: list[dict[str, Any]]  # turns as templates take them: `role`, `content`, and what else they have
+    trained: list[bool]  # whether the turns may be trained on
+    tools: list[Any] | None  # those of the row, for the template
+    values: Mapping[str, Any]  # the columns of the row
+    fault: str = ""  # what is wrong with it; empty for one that can be rendered
+    source: str | None = None  # the name of its source in a mixture; None: there is none
+    text: str | None = None  # a text without turns, in place of `messages`
+    shape: str = ""  # how its row has it; empty where it is in no shape
+    # The number of its first turn for people: 0 for a system prompt in front of the row's own turns, else 1.
     first: int = 1
 
     def texts(self) -> list[str]:
