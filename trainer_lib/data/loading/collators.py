@@ -184,7 +184,7 @@ class DataCollatorForSeq2Seq(DataCollatorMixin):
         """The batch: inputs ``[batch, sequence]``, ``labels`` and ``decoder_input_ids`` ``[batch, targets]``."""
         label_name = "label" if "label" in features[0] else "labels"
         labels = [row[label_name] for row in features] if features[0].get(label_name) is not None else None
-        batch = _pad(self, _without(features, label_name))
+        batch = _pad(self, [{name: value for name, value in row.items() if name != label_name} for row in features])
         if labels is not None:
             batch["labels"] = self._pad_labels(labels)
             make = getattr(self.model, "prepare_decoder_input_ids_from_labels", None)
@@ -193,20 +193,20 @@ class DataCollatorForSeq2Seq(DataCollatorMixin):
         return batch
 
     def _pad_labels(self, labels: list[Sequence[int]]) -> torch.Tensor:
-        longest = max(len(row) for row in labels)
+        """Labels as a tensor ``[batch, targets]``, int64, filled up on the tokenizer's side."""
+        width = max(len(row) for row in labels)
         if self.padding == "max_length" and self.max_length is not None:
-            longest = self.max_length
+            width = self.max_length
         if (multiple := self.pad_to_multiple_of) is not None:
-            longest = -(-longest // multiple) * multiple
-        return _pad_rows(self, labels, longest)
+            width = -(-width // multiple) * multiple
+        padded = torch.full((len(labels), width), self.label_pad_token_id, dtype=torch.int64)
+        for target, row in zip(padded, labels, strict=True):
+            target[columns_of(len(row), width, self.tokenizer)] = torch.as_tensor(np.asarray(row), dtype=torch.int64)
+        return padded
 
 
 PURE: tuple[type, ...] = (DefaultDataCollator, StoredRowsCollator, DataCollatorWithPadding, DataCollatorForSeq2Seq)
 """Collators that draw no random numbers for certain; a subclass may."""
-
-
-def _without(features: list[Any], name: str) -> list[dict[str, Any]]:
-    return [{column: value for column, value in row.items() if column != name} for row in features]
 
 
 def _pad(collator: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
@@ -219,15 +219,6 @@ def _pad(collator: Any, rows: list[dict[str, Any]]) -> dict[str, Any]:
         return_tensors="pt",
     )
     return dict(padded)
-
-
-def _pad_rows(collator: Any, rows: list[Sequence[int]], width: int) -> torch.Tensor:
-    """Labels as a tensor ``[rows, width]``, int64, filled with the collator's label on the tokenizer's side."""
-    padded = torch.full((len(rows), width), collator.label_pad_token_id, dtype=torch.int64)
-    for target, row in zip(padded, rows, strict=True):
-        values = torch.as_tensor(np.asarray(row), dtype=torch.int64)
-        target[columns_of(len(values), width, collator.tokenizer)] = values
-    return padded
 
 
 def columns_of(length: int, width: int, tokenizer: Any) -> slice:

@@ -49,16 +49,14 @@ class Fetch(Dataset[Any]):
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self.dataset = dataset
-        self.collate = collate
         self._seed = seed
-        self._pure_collate = is_pure_collator(collate)
-        self._pure = is_pure(dataset) and self._pure_collate
-        self._draws: bool | None = None  # None until the first batch is read
         self._read_many = _find_batch_reader(dataset)
+        self.use_collator(collate)
 
     def use_collator(self, collate: Callable[[list[Any]], Any]) -> None:
         """Collate with another function from the next batch on."""
-        self.collate, self._draws = collate, None
+        self.collate = collate
+        self._draws: bool | None = None  # None until the first batch is read
         self._pure_collate = is_pure_collator(collate)
         self._pure = is_pure(self.dataset) and self._pure_collate
 

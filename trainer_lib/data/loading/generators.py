@@ -65,10 +65,8 @@ class Watch:
 
     def has_moved(self) -> bool:
         """Whether a generator was drawn from or seeded since."""
-        python, numpy = (
-            _map_python_words(),
-            _map_numpy_words(),
-        )  # compared as bytes: memory views are compared word by word
+        python, numpy = _map_python_words(), _map_numpy_words()
+        # As bytes: memory views are compared word by word.
         if python is None or numpy is None or bytes(python) != self._python or bytes(numpy) != self._numpy:
             return True
         now = torch.default_generator.get_state()
@@ -83,14 +81,23 @@ class Watch:
         torch.default_generator.set_state(self._torch)
 
 
+_without_gauss = b""  # NumPy's newest words with which no second Gaussian number was kept
+
+
 def watch_generators() -> Watch | None:
     """Watch the generators from now on; None when a draw could go unnoticed."""
+    global _without_gauss
     python, numpy = _map_python_words(), _map_numpy_words()
-    # NumPy keeps the second of two Gaussian numbers outside the words: drawing that one would go unnoticed.
     if python is None or numpy is None:
         return None
     words = bytes(numpy)
-    return Watch(bytes(python), words) if _holds_no_gauss(words) else None
+    # NumPy keeps the second of two Gaussian numbers outside the words: drawing that one would go unnoticed. Only a draw
+    # creates one, and a draw changes the words: unchanged words need no second look.
+    if words != _without_gauss:
+        if np.random.get_state(legacy=False)["has_gauss"]:
+            return None
+        _without_gauss = words
+    return Watch(bytes(python), words)
 
 
 def _read_python_gauss() -> Any:
@@ -129,19 +136,6 @@ def _map_words_of(generator: Any) -> memoryview | None:
 
 def _map_memory(address: int) -> memoryview:
     return memoryview((ctypes.c_ubyte * _BYTES).from_address(address)).cast("B")
-
-
-_without_gauss = b""  # the newest words with which no second Gaussian number was kept
-
-
-def _holds_no_gauss(words: bytes) -> bool:
-    # Only a draw creates one, and a draw changes the words: unchanged words need no second look.
-    global _without_gauss
-    if words != _without_gauss:
-        if np.random.get_state(legacy=False)["has_gauss"]:
-            return False
-        _without_gauss = words
-    return True
 
 
 def parts_of_loader(loader: Any) -> list[Any]:

@@ -67,7 +67,7 @@ class Shares(IterableDataset[_Part]):
         self._global_batch = global_batch
         # A global batch that is smaller than a round of full micro-batches is divided evenly.
         self._micro = min(micro_batch, -(-global_batch // data_parallel_size))
-        self._world = data_parallel_size
+        self.unit = data_parallel_size * self._micro  # samples of a round
         self._rank = rank
         self._seed = seed
         self._dummy_batches = dummy_batches
@@ -84,7 +84,7 @@ class Shares(IterableDataset[_Part]):
                 seed = int(derive(self._seed, self.epoch, number, 0 if worker is None else worker.id)[0])
                 seed_generators(seed)
                 samples = iter(self.stream) if samples is None else samples
-                unit = list(itertools.islice(samples, min(room, self._world * self._micro)))
+                unit = list(itertools.islice(samples, min(room, self.unit)))
                 part = self._collate_part(unit, seed) if unit else None
             if part is None:
                 return
@@ -102,7 +102,7 @@ class Shares(IterableDataset[_Part]):
                 for seed in derive(self._seed, self.epoch, numbers, 0).tolist():
                     seed_generators(seed)
                     samples = iter(self.stream) if samples is None else samples
-                    unit = itertools.islice(samples, min(room, self._world * self._micro))
+                    unit = itertools.islice(samples, min(room, self.unit))
                     room = room - sum(1 for _ in unit) or self._global_batch
         return iter(self.stream) if samples is None else samples
 
@@ -162,18 +162,15 @@ class IterableLoader(DataLoader[Any]):
         )
         self.global_batch = global_batch
         self.eval_batch_size = micro_batch
-        unit = data_parallel_size * min(micro_batch, -(-global_batch // data_parallel_size))
-        self._accumulation = -(-global_batch // unit)
-        self._unit = unit
+        self._accumulation = -(-global_batch // self.shares.unit)
         self._rank = rank
         self._drop_last = drop_last
         self.epoch_samples: int | None = len(dataset) if has_length(dataset) else None
         self.steps_per_epoch: int | None = None
         self.micros_per_epoch: int | None = None
-        if self.epoch_samples is not None:
-            count = self.epoch_samples
+        if (count := self.epoch_samples) is not None:
             self.steps_per_epoch = count // global_batch if drop_last else -(-count // global_batch)
-            self.micros_per_epoch = self.steps_per_epoch * self._accumulation if drop_last else -(-count // unit)
+            self.micros_per_epoch = self.steps_per_epoch * self._accumulation if drop_last else len(self)
         self._restored: dict[str, Any] | None = None
         # Persistent workers keep their copy of `shares`: they read the position from shared memory.
         if options.get("num_workers") and options.get("persistent_workers"):
@@ -196,7 +193,7 @@ class IterableLoader(DataLoader[Any]):
     def __len__(self) -> int:
         if self.epoch_samples is None:
             raise TypeError("The iterable dataset has no length.")
-        return -(-self.epoch_samples // self._unit)
+        return -(-self.epoch_samples // self.shares.unit)
 
     def __iter__(self) -> Any:
         """The batches, without the parts that have none."""
@@ -267,33 +264,18 @@ class IterableLoader(DataLoader[Any]):
 
     def state(self) -> dict[str, Any]:
         """The global batch and, without workers, the dataset's own state if it has a complete one."""
-        order = {
-            "kind": "iterable",
-            "workers": self.num_workers,
-        }  # workers determine the order: they read their own streams or parts
+        # Workers determine the order: they read their own streams or parts.
+        order = {"kind": "iterable", "workers": self.num_workers}
         state: dict[str, Any] = {"order": order, "global_batch": self.global_batch}
-        stream = self.shares.stream
-        if (
-            self.num_workers == 0
-            and callable(read := getattr(stream, "state_dict", None))
-            and has_complete_state(stream)
-        ):
+        stream, read = self.shares.stream, getattr(self.shares.stream, "state_dict", None)
+        if self.num_workers == 0 and callable(read) and has_complete_state(stream):
             state["dataset"] = read() if self._restored is None else self._restored
         return state
 
     def load_state(self, state: dict[str, Any], *, epoch: int, step: int) -> None:
         """Restore the dataset, or log that it will be read up to the position."""
         refuse_change("global_batch_size", state.get("global_batch"), self.global_batch)
-        self._refuse_other_workers(state.get("order", {}).get("workers"))
-        stream = self.shares.stream
-        if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
-            self._restored = state["dataset"]
-        elif step and self._rank == 0:
-            what = _DATASET if has_complete_state(stream) else _BUFFERED
-            batches = f"{step * self.global_batch:,} samples ({step * self._accumulation:,} batches)"
-            _log.warning("%s: reading and discarding %s up to the position.", what, batches)
-
-    def _refuse_other_workers(self, before: Any) -> None:
+        before = state.get("order", {}).get("workers")
         if max(1, before if isinstance(before, int) else self.num_workers) != max(1, self.num_workers):
             raise ConfigError(
                 f"The value was {before} when the checkpoint was written. Every worker of an iterable dataset reads a "
@@ -302,6 +284,13 @@ class IterableLoader(DataLoader[Any]):
                 value=self.num_workers,
                 remedy="Restore it, or set ignore_data_skip=True to read the epoch's data from the start.",
             )
+        stream = self.shares.stream
+        if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
+            self._restored = state["dataset"]
+        elif step and self._rank == 0:
+            what = _DATASET if has_complete_state(stream) else _BUFFERED
+            batches = f"{step * self.global_batch:,} samples ({step * self._accumulation:,} batches)"
+            _log.warning("%s: reading and discarding %s up to the position.", what, batches)
 
 
 def discard(items: Iterator[Any], count: int) -> None:

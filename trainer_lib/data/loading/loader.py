@@ -73,9 +73,8 @@ class _KeySampler:
                 yield Keys(self.epoch, self.order.indices(self.epoch, start, stop))
 
     def __len__(self) -> int:
-        plan = self.plan
-        full, rest = divmod(plan.num_samples, plan.global_batch)
-        return full * plan.max_micro_steps + -(-rest // (plan.data_parallel_size * plan.micro_batch))
+        full = self.plan.num_samples // self.plan.global_batch
+        return full * self.plan.micro_steps(0) + self.plan.micro_steps(full)
 
 
 def end_workers(loader: DataLoader[Any]) -> None:
@@ -266,15 +265,13 @@ class EvalLoader(_SeededLoader):
     @override
     def __iter__(self) -> Any:
         """This rank's batches and, with `equal_rounds`, a dummy batch for the round that it has no rows in."""
-        lacks_round = self.equal_rounds and len(self.slices) < self.rounds
-        return itertools.chain(self.own_batches(), self._dummy_round()) if lacks_round else self.own_batches()
-
-    def _dummy_round(self) -> Iterator[Any]:
-        self.in_dummy_batch = True
-        try:
-            yield self.dummy_batch()
-        finally:
-            self.in_dummy_batch = False
+        yield from self.own_batches()
+        if self.equal_rounds and len(self.slices) < self.rounds:
+            self.in_dummy_batch = True
+            try:
+                yield self.dummy_batch()
+            finally:
+                self.in_dummy_batch = False
 
     @override
     def _read_directly(self) -> Iterator[Any]:

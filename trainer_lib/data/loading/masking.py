@@ -6,7 +6,7 @@ number of workers or processes changes them. Elsewhere they come from the collat
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +18,6 @@ from trainer_lib.errors import ConfigError, DataError
 
 _INT64 = 0x7FFFFFFFFFFFFFFF
 _MASKING = 0x6D61736B  # separates the random numbers of a sample's mask from those of its dataset
-
-
-def _generators(count: int, seed: int | None, own: torch.Generator | None) -> Iterator[torch.Generator | None]:
-    """The generators of samples: their own in our loaders, else `own` for all (None: torch's global one)."""
-    seeds = seeds_of_samples.get()
-    for row in range(count):
-        known = None if seeds is None else (seeds[row] ^ (seed or 0) ^ _MASKING) & _INT64
-        yield own if known is None else torch.Generator().manual_seed(known)
 
 
 @dataclass
@@ -134,10 +126,13 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
 
     def _draw_numbers(self, shape: torch.Size) -> torch.Tensor:
         """Three uniform numbers per token, ``[3, batch, sequence]``; a sample with a seed has numbers of its own."""
-        draws = torch.ones(3, *shape)  # 1 at padding, which is above every share
-        lengths = self._lengths or [shape[-1]] * shape[0]
-        generators = _generators(len(lengths), self.seed, self._own_generator())
-        for row, (length, generator) in enumerate(zip(lengths, generators, strict=True)):
+        draws, seeds = torch.ones(3, *shape), seeds_of_samples.get()  # 1 at padding, which is above every share
+        if self.seed is not None and self._generator is None:
+            self._generator = torch.Generator().manual_seed(self.seed)
+        for row, length in enumerate(self._lengths or [shape[-1]] * shape[0]):
+            generator = self._generator  # for all samples; None: torch's global one
+            if seeds is not None:
+                generator = torch.Generator().manual_seed((seeds[row] ^ (self.seed or 0) ^ _MASKING) & _INT64)
             draws[:, row, columns_of(length, shape[-1], self.tokenizer)] = torch.rand(3, length, generator=generator)
         return draws
 
@@ -161,8 +156,3 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
                     of_words[row, column] = chance[row, first]
                 before = end
         return of_words
-
-    def _own_generator(self) -> torch.Generator | None:
-        if self.seed is not None and self._generator is None:
-            self._generator = torch.Generator().manual_seed(self.seed)
-        return self._generator

@@ -113,9 +113,8 @@ class RandomOrder:
         bits = (self.num_samples - 1).bit_length()
         found = _permute(positions, key, bits)
         outside = found >= np.uint64(self.num_samples)
-        while (
-            outside.any()
-        ):  # the domain has less than twice the samples: a round leaves less than half of them outside
+        # The domain has less than twice the samples: a round leaves less than half of them outside.
+        while outside.any():
             found[outside] = _permute(found[outside], key, bits)
             outside = found >= np.uint64(self.num_samples)
         return found.astype(np.int64)
@@ -285,11 +284,6 @@ class BatchPlan:
     def steps_per_epoch(self) -> int:
         """Optimizer steps per epoch."""
         return -(-self.num_samples // self.global_batch)
-
-    @property
-    def max_micro_steps(self) -> int:
-        """Micro-batches per rank in a full step."""
-        return -(-self.global_batch // (self.data_parallel_size * self.micro_batch))
 
     def step_samples(self, step: int) -> int:
         """Samples of one step over all ranks; `step` is counted within the epoch."""
