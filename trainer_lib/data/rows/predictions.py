@@ -77,8 +77,11 @@ def write_row_predictions(
         table = build_table(ids, columns, rows=len(row_ids), of="new rows")
     else:
         table = _build_with_errors(ids, columns, errors)
-    data = to_parquet(table) if parts.path(part).endswith(".parquet") else _to_json_lines(table)
-    return parts.write(part, data, notes)
+    if parts.path(part).endswith(".parquet"):
+        return parts.write(part, to_parquet(table), notes)
+    # null stands for what JSON has no number for: NaN and the infinities.
+    lines = b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in table.to_pylist())
+    return parts.write(part, lines, notes)
 
 
 def _build_with_errors(ids: pa.Array, columns: Mapping[str, Values], errors: Sequence[str | None]) -> pa.Table:
@@ -97,11 +100,6 @@ def _build_with_errors(ids: pa.Array, columns: Mapping[str, Values], errors: Seq
     table = table.take(pa.array([where.get(number) for number in range(len(errors))], pa.int64()))
     table = table.set_column(0, ROW_ID, ids)
     return table.append_column(ERROR, pa.array(errors, pa.string()))
-
-
-def _to_json_lines(table: pa.Table) -> bytes:
-    # null stands for what JSON has no number for: NaN and the infinities.
-    return b"".join(orjson.dumps(row, option=orjson.OPT_APPEND_NEWLINE) for row in table.to_pylist())
 
 
 def read_predictions(store: Store, paths: Sequence[str]) -> pa.Table:
@@ -130,9 +128,7 @@ def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, 
     Raises:
         DataError: a column is called row_id, cannot be stored, or has another number of rows.
     """
-    arrays = {ROW_ID: row_ids}
-    for name, values in columns.items():
-        arrays[name] = _build_array(name, values, of)
+    arrays = {ROW_ID: row_ids, **{name: _build_array(name, values, of) for name, values in columns.items()}}
     for name, array in arrays.items():
         if len(array) != rows:
             raise _refuse(name, f"{counted(len(array), 'value')} for {counted(rows, 'row')}", of)

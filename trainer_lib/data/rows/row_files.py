@@ -410,7 +410,12 @@ class RowReader:
         wanted = self.position + rows
         while self.position < wanted and (opened := self._open()) is not None:
             for place, parse in opened.rows(min(_AT_ONCE, wanted - self.position)):
-                row = self._read_any(opened, place, parse)
+                values: Any = None
+                try:
+                    values = _parse(place, parse)
+                    row: Row | BadRow = self._read(opened, place, values)
+                except DataError as error:
+                    row = BadRow(self._id_of(values), place, error)
                 self.position += 1
                 yield row
 
@@ -426,19 +431,10 @@ class RowReader:
             self._current = OpenFile(self._waiting.pop(), self.notes, self._reading)
         return self._current
 
-    def _read_any(self, opened: OpenFile, place: str, parse: Callable[[], Any]) -> Row | BadRow:
-        values: Any = None
-        try:
-            values = _parse(place, parse)
-            return self._read(opened, place, values)
-        except DataError as error:
-            return BadRow(self._id_of(values), place, error)
-
     def _id_of(self, values: Any) -> int | str | None:
         if self._id_column is None:
             return self.position if self._is_id_known else None
-        found = values.get(self._id_column) if isinstance(values, Mapping) else None
-        return read_id(found)
+        return read_id(values.get(self._id_column)) if isinstance(values, Mapping) else None
 
     def _read(self, opened: OpenFile, place: str, values: Any) -> Row:
         if not isinstance(values, dict):
@@ -451,8 +447,10 @@ class RowReader:
         row = dict.fromkeys(self._may_lack) if opened.is_json else {}
         row |= {name: value for name, value in values.items() if name not in self._left_out}
         row = self._read_columns(row, place)
-        if opened.has_texts:
-            self._parse_texts(place, row)
+        for name, text in row.items() if opened.has_texts else ():
+            # Another column is refused later, with the nearest name.
+            if isinstance(text, str) and (column := self._columns.get(name)) is not None:
+                row[name] = parse_text(place, name, text, column)
         for name in self._arrays:
             if isinstance(value := row.get(name), list):
                 row[name] = _in_shape(value, self._columns[name].shape)
@@ -468,12 +466,6 @@ class RowReader:
         near = nearest(name, values)
         hint = f"; the nearest is '{near}'" if near else f"; its columns are {', '.join(values)}"
         raise refuse_row(place, name, f"the column of the row's id is missing{hint}")
-
-    def _parse_texts(self, place: str, values: dict[str, Any]) -> None:
-        for name, text in values.items():
-            # Another column is refused later, with the nearest name.
-            if isinstance(text, str) and (column := self._columns.get(name)) is not None:
-                values[name] = parse_text(place, name, text, column)
 
 
 def _parse(place: str, parse: Callable[[], Any]) -> Any:

@@ -101,7 +101,12 @@ def find_row_files(
 
 def _resolve(address: str, formats: Mapping[str, str], others: list[str] | None) -> list[RowFile]:
     if is_pattern(address):
-        return _expand(address, formats)
+        store, listed = list_matches(address)
+        if not (files := _find_data(store, listed, formats, address)):
+            kind = "Files match this pattern, but none of a known format."
+            what = kind if listed else "No file matches this pattern."
+            raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
+        return files
     folder, name = _split(address)
     store = Store.open(folder, field=FIELD)
     if name and store.exists(name):
@@ -167,14 +172,6 @@ def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> t
     head = "/".join(parts[:first])
     store = Store.open(f"{scheme}{separator}{head}" or ("/" if rest.startswith("/") else "."), field=field)
     return store, [info for info in store.list() if _matches(info.path.split("/"), parts[first:], hidden=hidden)]
-
-
-def _expand(address: str, formats: Mapping[str, str]) -> list[RowFile]:
-    store, listed = list_matches(address)
-    if not (known := _find_data(store, listed, formats, address)):
-        what = "Files match this pattern, but none of a known format." if listed else "No file matches this pattern."
-        raise ConfigError(what, field=FIELD, value=address, remedy=_formats(formats))
-    return known
 
 
 def _matches(names: Sequence[str], pattern: Sequence[str], *, hidden: bool) -> bool:

@@ -7,7 +7,6 @@ same key keeps the finished shards whose digest still holds, and writes the othe
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import itertools
 import os
@@ -57,7 +56,8 @@ class FileCache:
         """The path of a local copy of `entry`; a missing one is downloaded once per machine, its digest verified."""
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = self._folder / entry.sha256
-        with self._lock():
+        with (self._folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
             # The size is enough: the digest was compared when the file was downloaded.
             if not path.exists() or path.stat().st_size != entry.size:
                 self._make_room(entry.size)
@@ -77,12 +77,6 @@ class FileCache:
             if path.name != "lock":
                 path.unlink()
                 kept -= bytes_
-
-    @contextlib.contextmanager
-    def _lock(self) -> Iterator[None]:
-        with (self._folder / "lock").open("w") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
 
 
 Getter = Callable[[int], Any]
@@ -116,7 +110,7 @@ class ArrowSplit:
         files = {str(file["path"]): file for file in data["files"]}
         self.name = split
         self._url = str(data["url"])
-        self._shards = [_parse_entry(files[path]) for path in info["shards"]]
+        self._shards = [FileEntry(**files[path]) for path in info["shards"]]
         self._cache = cache
         self._mixture: Mapping[str, Any] = data.get("info", {}).get(INFO, {})
         self._columns = {str(name): str(kind) for name, kind in info["columns"].items()}
@@ -182,8 +176,12 @@ class ArrowSplit:
         return getters
 
     def _map_batch(self, shard: int) -> pa.RecordBatch:
-        entry = self._shards[shard]
-        path = self._find_local_file(entry)
+        entry, store = self._shards[shard], Store.open(self._url)
+        if store.is_local:
+            path = store.local_path(entry.path)
+        else:
+            self._cache = self._cache or FileCache.default()
+            path = self._cache.fetch(store, entry)
         try:
             # A shard is one batch, so a row's place in the file is its place in the batch.
             batch: pa.RecordBatch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
@@ -192,17 +190,6 @@ class ArrowSplit:
                 f"The shard cannot be read ({error}).", field=entry.path, remedy="Run with --force prepare-data."
             ) from error
         return batch
-
-    def _find_local_file(self, entry: FileEntry) -> Path:
-        store = Store.open(self._url)
-        if store.is_local:
-            return store.local_path(entry.path)
-        self._cache = self._cache or FileCache.default()
-        return self._cache.fetch(store, entry)
-
-
-def _parse_entry(file: Mapping[str, Any]) -> FileEntry:
-    return FileEntry(str(file["path"]), int(file["size"]), str(file["sha256"]))
 
 
 def _create_getter(array: pa.Array, column: Column) -> Getter:

@@ -11,7 +11,10 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import operator
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -72,21 +75,14 @@ def _describe_column(column: pa.Array) -> dict[str, Any]:
 
 
 def _merge_two(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    merged: dict[str, Any] = {}
-    for name in one.keys() & other.keys():
-        if name == "counts":
-            counts = {
-                value: one[name].get(value, 0) + other[name].get(value, 0) for value in {**one[name], **other[name]}
-            }
-            if len(counts) <= MAX_VALUES:
-                merged[name] = dict(sorted(counts.items()))
-        elif name in ("min", "shortest"):
-            merged[name] = min(one[name], other[name])
-        elif name in ("max", "longest"):
-            merged[name] = max(one[name], other[name])
-        else:
-            merged[name] = one[name] + other[name]
-    return {name: merged[name] for name in one if name in merged}
+    rules: dict[str, Callable[[Any, Any], Any]] = {"min": min, "shortest": min, "max": max, "longest": max}
+    common = [name for name in one if name in other]
+    merged = {name: rules.get(name, operator.add)(one[name], other[name]) for name in common if name != "counts"}
+    if "counts" in common:
+        counts = Counter(one["counts"]) + Counter(other["counts"])
+        if len(counts) <= MAX_VALUES:
+            merged["counts"] = dict(sorted(counts.items()))
+    return merged
 
 
 ID_BITS = 32
@@ -156,8 +152,7 @@ def write_rows(
     statistics: Statistics = {}
     schema, has_ids, rows_so_far = None, False, 0
     for number in itertools.count():
-        chunk = list(itertools.islice(rows_left, shard_rows))
-        if not chunk:
+        if not (chunk := list(itertools.islice(rows_left, shard_rows))):
             break
         if schema is None:
             schema = Schema.infer(chunk, f"{split}', source '{source}")
@@ -173,6 +168,7 @@ def write_rows(
     return {**facts, "columns": {} if schema is None else schema.to_texts()}, entries
 
 
+@dataclass
 class SplitOfParts:
     """A split put together from the records of its parts, one after the other; it keeps no record.
 
@@ -184,13 +180,12 @@ class SplitOfParts:
         has_own_ids: whether rows of some part came with ids.
     """
 
-    def __init__(self) -> None:
-        self.rows = 0
-        self.files: list[FileEntry] = []
-        self.lengths: list[int] = []
-        self.columns: dict[str, str] = {}
-        self.statistics: Statistics = {}
-        self.has_own_ids = False
+    rows: int = 0
+    files: list[FileEntry] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    columns: dict[str, str] = field(default_factory=dict)
+    statistics: Statistics = field(default_factory=dict)
+    has_own_ids: bool = False
 
     def add(self, part: Mapping[str, Any], files: Iterable[FileEntry]) -> None:
         """Add what a part has of the split; one without rows changes nothing."""
@@ -253,7 +248,13 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
             repeated[split] += len(ids) - len(unique[split])
         for split, other in itertools.combinations(unique, 2):
             if len(shared := np.intersect1d(unique[split], unique[other], assume_unique=True)):
-                raise _leak(split, other, shared)
+                shown = ", ".join(map(str, shared[:_SHOWN].tolist()))
+                raise DataError(
+                    f"Rows with the same row_id are in the splits '{split}' and '{other}' (such as {shown}).",
+                    field="prepare_shard",
+                    value=shown,
+                    remedy="Give each row to one split, for example by a digest of its id.",
+                )
     return repeated
 
 
@@ -271,16 +272,6 @@ def _read_ids(store: Store, path: str, buckets: int, bucket: int) -> npt.NDArray
             ids = np.frombuffer(b"".join(digests), np.int64)
         chosen: npt.NDArray[np.int64] = ids[ids % buckets == bucket]
         return chosen
-
-
-def _leak(split: str, other: str, shared: npt.NDArray[np.int64]) -> DataError:
-    shown = ", ".join(str(number) for number in shared[:_SHOWN])
-    return DataError(
-        f"Rows with the same row_id are in the splits '{split}' and '{other}' (such as {shown}).",
-        field="prepare_shard",
-        value=shown,
-        remedy="Give each row to one split, for example by a digest of its id.",
-    )
 
 
 # -- statistics that may show a mistake -------------------------------------------------------------------------------
