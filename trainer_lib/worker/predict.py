@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -44,16 +43,17 @@ def run(work: Work[PredictRequest]) -> PartsResult:
     with SharedParts(store, parts, total=parts.total) as shared:
         for part in shared:
             start, stop = parts.row_range(part)
-            order, pace = None, Pace()
+            order, pace = list(range(stop - start)), Pace()
             if (column := request.sort_by) is not None:
                 order = longest_first([split[row][column] for row in range(start, stop)])
+            part_rows: Any = Subset(split, [start + place for place in order])  # type: ignore[arg-type] # read like a Dataset
             with contextlib.closing(PredictionSpool(None)) as spool:  # a part's outputs, large ones on disk
-                for numbers, outputs in _stream(trainer, split, start, stop, order):
+                for numbers, outputs in stream_predictions(trainer, part_rows, start=0, stop=stop - start):
                     spool.append(outputs)
                     if pace.is_due():
-                        row = int(numbers[-1]) + 1
+                        row = start + int(numbers[-1]) + 1
                         work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=rows + row - start)
-                tree = spool.tree() if order is None else nested.map_tree(partial(in_order, order=order), spool.tree())
+                tree = spool.tree() if column is None else nested.map_tree(partial(in_order, order=order), spool.tree())
                 columns = work.recipe.prediction_columns(single_output(tree), data)
                 if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                     write_split_predictions(parts, part, split.row_ids(start, stop), columns, split=split.name)
@@ -61,18 +61,6 @@ def run(work: Work[PredictRequest]) -> PartsResult:
     trainer._trainflow.comm.barrier()
     distributed.shutdown()
     return PartsResult(written, rows)
-
-
-def _stream(
-    trainer: Any, split: ArrowSplit, start: int, stop: int, order: list[int] | None
-) -> Iterator[tuple[np.ndarray, Any]]:
-    """Predictions from `stream_predictions` for these rows; with an order, positions only tell how many are done."""
-    if order is None:
-        yield from stream_predictions(trainer, split, start=start, stop=stop)
-        return
-    sorted_rows: Any = Subset(split, [start + place for place in order])  # type: ignore[arg-type] # read like a Dataset
-    for rows, outputs in stream_predictions(trainer, sorted_rows, start=0, stop=stop - start):
-        yield rows + start, outputs
 
 
 def single_output(outputs: Any) -> Any:

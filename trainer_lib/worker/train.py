@@ -237,11 +237,9 @@ class MixtureChanges(TrainerCallback):
     def _look(self, step: int) -> None:
         asked = self._trainer._trainflow.comm.broadcast_json(self._read() if self._work.rank == 0 else None)
         order = self._order()
-        if (
-            order is None
-            or asked is None
-            or asked["id"] in {self._refused, *(change["id"] for change in order.changes)}
-        ):
+        if order is None or asked is None:
+            return
+        if asked["id"] in {self._refused, *(change["id"] for change in order.changes)}:
             return
         try:
             merged = order.change(step, asked["weights"], name=asked["id"])

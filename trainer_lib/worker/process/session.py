@@ -123,11 +123,8 @@ class Events:
         """Report that something happened. Fields that are None are left out."""
         if self._rank != 0:
             return
-        record = {
-            "t": time.time(),
-            "event": event,
-            **{key: value for key, value in fields.items() if value is not None},
-        }
+        known = {key: value for key, value in fields.items() if value is not None}
+        record = {"t": time.time(), "event": event, **known}
         if self._sink is not None:
             self._sink(record)
             return
@@ -193,7 +190,11 @@ def main(argv: list[str]) -> int:
         threading.Thread(target=_await_stacks_request, args=(run_dir, rank), daemon=True).start()
     work = None
     try:
-        _check_world(world_size)
+        # `accelerate launch --cpu --num_processes 2` silently starts one process.
+        if (asked := int(os.environ.get("TRAINFLOW_WORLD_SIZE", world_size))) != world_size:
+            what = f"The launcher started {counted(world_size, 'process', 'processes')}."
+            remedy = "Set train.launch.kind=torchrun, or correct the launcher's configuration file."
+            raise ConfigError(what, field="train.launch.processes", value=asked, remedy=remedy)
         request = read_request(run_dir.read_json("request.json"))
         work = _make_work(request, run_dir, rank, world_size, Events(run_dir.path / "events.jsonl", rank))
         result = _run_verb(work)
@@ -227,15 +228,6 @@ def _await_launch(verb: str) -> None:
     guard = os.environ[GUARD]
     os.environ.clear()
     os.environ.update({**parse_json(data, dict), GUARD: guard})
-
-
-def _check_world(world_size: int) -> None:
-    """Refuse fewer processes than requested: `accelerate launch --cpu --num_processes 2` silently starts one."""
-    asked = int(os.environ.get("TRAINFLOW_WORLD_SIZE", world_size))
-    if asked != world_size:
-        what = f"The launcher started {counted(world_size, 'process', 'processes')}."
-        remedy = "Set train.launch.kind=torchrun, or correct the launcher's configuration file."
-        raise ConfigError(what, field="train.launch.processes", value=asked, remedy=remedy)
 
 
 class _Leaving:
@@ -308,9 +300,8 @@ def _set_up_streams(rank: int) -> None:
         if rank == 0:
             stream.reconfigure(line_buffering=True, write_through=False)
         else:
-            setattr(
-                sys, name, io.TextIOWrapper(_Prefixed(stream.fileno(), rank), "utf-8", "replace", line_buffering=True)
-            )
+            prefixed = _Prefixed(stream.fileno(), rank)
+            setattr(sys, name, io.TextIOWrapper(prefixed, "utf-8", "replace", line_buffering=True))
 
 
 class _Prefixed(io.BufferedIOBase):
