@@ -29,6 +29,14 @@ def evaluate(
     Returns:
         The stage's manifest; its `metrics` are split -> name -> value.
     """
+
+    def measure(
+        request: EvaluateRequest, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
+    ) -> StageOutput:
+        result = launch_request(request, settings, context, attempt)
+        facts = EvaluateFacts(config.confidence, result.warnings)
+        return StageOutput(result.files, metrics=result.metrics, facts=facts)
+
     return run_inference(
         evaluate_key(config, context, data, model),
         config,
@@ -47,16 +55,5 @@ def evaluate(
             importance_seconds=config.importance_seconds,
             benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
         ),
-        carry_out=partial(_measure, config),
+        carry_out=measure,
     )
-
-
-def _measure(
-    config: EvaluateConfig,
-    request: EvaluateRequest,
-    settings: LaunchSettings,
-    context: StageContext,
-    attempt: StageAttempt,
-) -> StageOutput:
-    result = launch_request(request, settings, context, attempt)
-    return StageOutput(result.files, metrics=result.metrics, facts=EvaluateFacts(config.confidence, result.warnings))

@@ -79,11 +79,7 @@ class Evaluation:
     @property
     def id(self) -> str:
         """Names the checkpoint with its content: a training that goes back writes another one under the same name."""
-        return _id_of(self.checkpoint, self.content)
-
-    def is_of(self, info: CheckpointInfo) -> bool:
-        """Whether this checkpoint was measured with these bytes."""
-        return self.id == _id_of(info.name, info.commit.content_digest)
+        return f"{self.checkpoint}.{self.content[:_DIGITS]}"
 
     def to_dict(self) -> dict[str, Any]:
         """As strict JSON: infinities and NaN as text."""
@@ -107,7 +103,7 @@ class Evaluations:
 
     def has(self, info: CheckpointInfo) -> bool:
         """Whether a checkpoint is measured."""
-        name = f"{_id_of(info.name, info.commit.content_digest)}.json"
+        name = f"{_id_of(info)}.json"
         return name in self._read or self._folder.exists(name)
 
     def add(self, evaluation: Evaluation) -> bool:
@@ -116,15 +112,13 @@ class Evaluations:
 
     def workplace(self, info: CheckpointInfo) -> Store:
         """The folder of a checkpoint's evaluation, while there is one: its lease, and what its workers spool."""
-        return self._folder.child("claims", _id_of(info.name, info.commit.content_digest))
+        return self._folder.child("claims", _id_of(info))
 
-    def is_logged(self, evaluation: Evaluation) -> bool:
-        """Whether its metrics are on their way to MLflow."""
-        return self._folder.exists(f"{evaluation.id}.logged")
-
-    def note_logged(self, evaluation: Evaluation, run: str) -> None:
-        """Record that its metrics are on their way to the MLflow run that `run` names."""
-        self._folder.create(f"{evaluation.id}.logged", f"{run}\n".encode())
+    def log_once(self, evaluation: Evaluation, points: RunPoints) -> None:
+        """Log its metrics to a run, and record that, unless they are on their way to MLflow already."""
+        mark = f"{evaluation.id}.logged"
+        if not self._folder.exists(mark) and points.log(evaluation):
+            self._folder.create(mark, f"{points.handle.token}\n".encode())
 
     def _parse(self, name: str) -> Evaluation:
         data = self._folder.read_if_exists(name, limit=_LIMIT)
@@ -144,8 +138,9 @@ class Evaluations:
         raise DamagedError(what, field=f"{self._folder.url}/{name}", remedy=remedy)
 
 
-def _id_of(checkpoint: str, content: str) -> str:
-    return f"{checkpoint}.{content[:_DIGITS]}"
+def _id_of(info: CheckpointInfo) -> str:
+    """The `Evaluation.id` of a checkpoint with these bytes."""
+    return f"{info.name}.{info.commit.content_digest[:_DIGITS]}"
 
 
 @dataclass(frozen=True)
@@ -194,7 +189,7 @@ def keep_best(root: Store, standard: Standard, evaluations: Sequence[Evaluation]
     that were recorded before: a better one that another process has just measured and marked is not touched.
     """
     there = list_checkpoints(root)
-    candidates = {info.name: found for info in there for found in evaluations if found.is_of(info)}
+    candidates = {info.name: found for info in there for found in evaluations if found.id == _id_of(info)}
     best = standard.choose(candidates.values())
     while best is not None:
         value = f"{standard.metric} = {best.metrics[standard.metric]:.6g}"
@@ -460,5 +455,5 @@ class Follower:
             self._listener.say(str(event.get("message")))
 
     def _log(self, evaluation: Evaluation) -> None:
-        if self._points is not None and not self._evaluations.is_logged(evaluation) and self._points.log(evaluation):
-            self._evaluations.note_logged(evaluation, self._points.handle.token)
+        if self._points is not None:
+            self._evaluations.log_once(evaluation, self._points)

@@ -37,7 +37,15 @@ from trainer_lib.storage.commit import COMMIT, read_commit, verify_files, write_
 from trainflow.tasks.keys.keys import StageKey, stage_key, versions
 from trainflow.tasks.keys.sources import fingerprints
 from trainflow.tasks.stage.facts import StageFacts
-from trainflow.tasks.stage.manifest import KEY_FILE, StageManifest, commit_facts, compare_keys, summary
+from trainflow.tasks.stage.manifest import (
+    KEY_FILE,
+    StageManifest,
+    belongs_to_other_key,
+    commit_facts,
+    compare_keys,
+    read_key,
+    summary,
+)
 
 STAGE = "predict-rows"
 FORMATS = ("parquet", "jsonl")
@@ -211,7 +219,7 @@ def predict_new_rows(
             return done, True
         if lease is None:
             raise DamagedError("The predictions that another process committed are gone.", field=store.url)
-        if _key_of(store) not in (None, job.key.digest):
+        if belongs_to_other_key(store, job.key):
             store.delete_tree(FOLDER)  # of another job: nothing of it was finished
         job.parts().forget_damaged()
         store.write_bytes(KEY_FILE, job.key.to_json())
@@ -224,7 +232,7 @@ def _acquire(job: RowsJob, run: Callable[[], None], on_line: Callable[[str], Non
     store = job.store
     if (lease := acquire_lease(store, wait=lambda: True)) is not None:  # True at once: nothing is waited for
         return lease
-    if _key_of(store) == job.key.digest:
+    if (read_key(store) or {}).get("key") == job.key.digest:
         on_line("Another process predicts these rows: this one takes parts as well.")
         run()
     return acquire_lease(
@@ -265,11 +273,6 @@ def _find_done(job: RowsJob) -> StageManifest[NewRowsFacts] | None:
         store.delete(COMMIT)
         return None
     return StageManifest.from_commit(store.url, commit).with_facts(NewRowsFacts)
-
-
-def _key_of(store: Store) -> str | None:
-    data = store.read_if_exists(KEY_FILE, limit=_KEY_BYTES)
-    return None if data is None else str(parse_json(data)["key"])
 
 
 def _require_ours(job: RowsJob, store: Store) -> None:

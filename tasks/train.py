@@ -11,7 +11,7 @@ from trainer_lib.protocol.requests import Trained, TrainRequest
 from trainflow.tasks.configs import TrainConfig
 from trainflow.tasks.keys.keys import train_key
 from trainflow.tasks.keys.stage_code import code_of, metrics_digest
-from trainflow.tasks.model.model_lineage import describe_environment, digest_checkpoints
+from trainflow.tasks.model.model_lineage import digest_checkpoints, find_processor, find_versions
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
@@ -85,6 +85,6 @@ def _train(
         metrics_code=measured_by,
         checkpoint_digests=digests,
         exported=exported,
-        environment=describe_environment(),
+        environment={**find_versions(), "processor": find_processor()},
     )
     return StageOutput(result.files, metrics=result.metrics, facts=facts)

@@ -55,14 +55,14 @@ _LEVELS_AROUND = 3
 """So many folders around the root may hold those that a file adds to the module path."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Closure:
     """The files a recipe consists of: path relative to the root -> digest of what the file means."""
 
-    files: dict[str, str]
+    files: dict[str, str] = field(default_factory=dict)
     unseen: bool = False
     """Whether code names a module only at run time."""
-    swept: frozenset[str] = frozenset()
+    swept: set[str] = field(default_factory=set)
     """Files that no import statement names, which code may import by a name that it makes."""
     marks: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     """Size in bytes and time of change (ns) of each file, taken before it was read."""
@@ -72,8 +72,8 @@ class Closure:
     """Paths of files on this machine."""
     root: Path = field(default_factory=Path, compare=False)
     """The folder that absolute imports start from."""
-    places: tuple[Path, ...] = field(default=(), compare=False)
-    """All folders that absolute imports may start from."""
+    places: dict[Path, None] = field(default_factory=dict, compare=False)
+    """All folders that absolute imports may start from, in their order."""
 
     def name_of(self, path: Path) -> str:
         """A file's name in `files`."""
@@ -103,16 +103,8 @@ def closure(
             )
     walk = _Walk(Path(root).absolute() if root is not None else find_root(recipes[0]), recipes, field)
     walk.visit()
-    return Closure(
-        dict(sorted(walk.digests.items())),
-        walk.unseen,
-        frozenset(walk.swept),
-        walk.marks,
-        walk.trees,
-        walk.paths,
-        walk.root,
-        tuple(walk.places),
-    )
+    walk.found.files = dict(sorted(walk.found.files.items()))
+    return walk.found
 
 
 def find_root(recipe: str | Path, spec_folder: Path | None = None) -> Path:
@@ -142,16 +134,11 @@ class _Walk:
     """A walk over files; cycles end at files already seen."""
 
     def __init__(self, root: Path, recipes: Sequence[Path], field: str) -> None:
-        self.root = root
-        self.field = field
-        self.digests: dict[str, str] = {}
-        self.unseen = False
-        self.swept: set[str] = set()
-        self.marks: dict[Path, tuple[int, int]] = {}
-        self.trees: dict[str, ast.Module] = {}
-        self.paths: dict[str, Path] = {}
+        self._field = field
         # src: a package that is installed in place from there. The recipe's own folder may come from PYTHONPATH.
-        self.places = dict.fromkeys((root, root / "src", *(recipe.parent for recipe in recipes)))
+        places = dict.fromkeys((root, root / "src", *(recipe.parent for recipe in recipes)))
+        self.found = Closure(root=root, places=places)
+        self._root, self._places = root, places
         self._recipes = recipes
         self._imports: dict[Path, list[ImportTarget]] = {}
         # Folders below the root by the name of a module or package in them, once the module path is changed.
@@ -161,17 +148,17 @@ class _Walk:
 
     def visit(self) -> None:
         """Visit the recipes and all that they import."""
-        waiting, places = list(self._recipes), len(self.places)
+        waiting, places = list(self._recipes), len(self._places)
         while waiting:
             path = waiting.pop()
             if path not in self._imports:
-                self._read(path, parse_file(path, self.field))
+                self._read(path, parse_file(path, self._field))
                 waiting.extend(self._imported(path))
-            if not waiting and self.unseen:
+            if not waiting and self.found.unseen:
                 waiting.extend(self._sweep())
-            if not waiting and places != len(self.places):
+            if not waiting and places != len(self._places):
                 # What was looked up before may be in a new place.
-                places = len(self.places)
+                places = len(self._places)
                 waiting.extend(file for known in list(self._imports) for file in self._imported(known))
 
     def _imported(self, path: Path) -> list[Path]:
@@ -180,49 +167,49 @@ class _Walk:
     def _read(self, path: Path, tree: ast.Module) -> None:
         name = self._name(path)
         # Before the digest: a change in between then makes the closure stale, not wrong.
-        self.marks[path] = _mark(path)
-        self.digests[name] = _digest(tree)
-        self.trees[name], self.paths[name] = tree, path
+        self.found.marks[path] = _mark(path)
+        self.found.files[name] = _digest(tree)
+        self.found.trees[name], self.found.paths[name] = tree, path
         self._imports[path] = [target for _, target in _bound_imports(tree)]
         uses, makes_names = _dotted_uses(tree), _makes_names(tree)
-        self.unseen = self.unseen or makes_names
+        self.found.unseen = self.found.unseen or makes_names
         changes_path = any(use in _MODULE_PATH or use.startswith("sys.path.") for use in uses)
         if changes_path and self._anywhere is None:
-            self._anywhere = _index(self.root)
+            self._anywhere = _index(self._root)
         if changes_path or makes_names:
             for place in self._around(path, tree):
                 if place.is_dir():
-                    self.places[place] = None
+                    self._places[place] = None
                 else:
                     self._named.append(place)
 
     def _sweep(self) -> list[Path]:
         """Take all files below the root, for a module that is known only at run time; some may not be Python."""
-        taken = [path for path in (*python_files(self.root), *self._named) if path not in self._imports]
+        taken = [path for path in (*python_files(self._root), *self._named) if path not in self._imports]
         for path in taken:
             try:
-                tree = parse_file(path, self.field)
+                tree = parse_file(path, self._field)
             except ConfigError:
                 tree = _contents_tree([path])
             self._read(path, tree)
-            self.swept.add(self._name(path))
+            self.found.swept.add(self._name(path))
         return [file for path in taken for file in self._imported(path)]
 
     def _name(self, path: Path) -> str:
         """The file's name in keys: from the root, else from the place that it is imported from."""
-        known = next((name for name, other in self.paths.items() if other == path), None)
+        known = next((name for name, other in self.found.paths.items() if other == path), None)
         if known is not None:
             return known
         if FOLDER in path.parents:  # wherever trainflow is installed
             return f"{KEPT}/{path.relative_to(FOLDER).as_posix()}"
-        if path.is_relative_to(self.root):
-            return path.relative_to(self.root).as_posix()
-        around = [place for place in self.places if path.is_relative_to(place)]
+        if path.is_relative_to(self._root):
+            return path.relative_to(self._root).as_posix()
+        around = [place for place in self._places if path.is_relative_to(place)]
         place = max(around, key=lambda place: len(place.parts), default=path.parent)
         name = f"({place.name})/{path.relative_to(place).as_posix()}"
         if path.parent == self._recipes[0].parent:
             name = path.name
-        while name in self.paths:
+        while name in self.found.paths:
             name += "~2"
         return name
 
@@ -230,7 +217,7 @@ class _Walk:
         """Folders and Python files outside of the root that the texts of a file may name."""
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str]
         texts += [part for text in texts for part in os.environ.get(text or "=", "").split(os.pathsep)]
-        starts = {*self.root.parents[:_LEVELS_AROUND], *path.parents[: 2 * _LEVELS_AROUND], Path.cwd()}
+        starts = {*self._root.parents[:_LEVELS_AROUND], *path.parents[: 2 * _LEVELS_AROUND], Path.cwd()}
         found = sorted(start for start in starts if start.name)
         for text in texts:
             if 0 < len(text) < 200 and text.isprintable():
@@ -239,7 +226,7 @@ class _Walk:
                 joined = [Path(os.path.normpath(folder / named)) for folder in found]
                 found += [place for place in joined if place.is_dir() or (place.suffix == ".py" and place.is_file())]
                 found = list(dict.fromkeys(found))
-        return [place for place in found if not place.is_relative_to(self.root)]
+        return [place for place in found if not place.is_relative_to(self._root)]
 
     # -- imports ------------------------------------------------------------------------------------------------------
 
@@ -251,7 +238,7 @@ class _Walk:
             package = path.parents[target.level - 1]
             initial = package / "__init__.py"
             # A relative import runs the package's __init__ as well; the root itself is not a package.
-            if package not in (self.root, self.root / "src") and initial.is_file():
+            if package not in (self._root, self._root / "src") and initial.is_file():
                 yield initial
             places = [package]
         elif not is_covered([*parts, *names]):
@@ -264,7 +251,7 @@ class _Walk:
         else:
             self._look_up(parts[0])
             # The first may hide the others, by an order that only the run knows: all of them count.
-            places = list(self.places)
+            places = list(self._places)
         for place in places:
             for depth in range(1, len(parts) + len(names) + 1):
                 module = _module_file(place.joinpath(*[*parts, *names][:depth]))
@@ -277,22 +264,22 @@ class _Walk:
     def _look_up(self, name: str) -> None:
         """Add the places of a top-level module that are not known yet."""
         if self._anywhere is not None:
-            self.places |= dict.fromkeys(sorted(self._anywhere.pop(name, ())))
-        if name in self._looked_up or any(_module_file(place / name) for place in self.places):
+            self._places |= dict.fromkeys(sorted(self._anywhere.pop(name, ())))
+        if name in self._looked_up or any(_module_file(place / name) for place in self._places):
             return
         self._looked_up.add(name)
         place = find_in_place(name)
         if place is None:
             return
         files, first = python_files(place / name, limit=_MOST_FILES), place / name / "__init__.py"
-        if len(files) > _MOST_FILES and first in files and place not in self.places:
+        if len(files) > _MOST_FILES and first in files and place not in self._places:
             # As the bytes of its files.
             files = python_files(place / name)
-            self.places[place] = None
+            self._places[place] = None
             self._read(first, _contents_tree(files))
-            self.marks |= {file: _mark(file) for file in files}
+            self.found.marks |= {file: _mark(file) for file in files}
             self._imports |= {file: [] for file in files}
-        self.places[place] = None
+        self._places[place] = None
 
 
 @functools.lru_cache(KEPT_FILES)

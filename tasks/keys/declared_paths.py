@@ -74,10 +74,7 @@ def keyed_options(
     No absolute path of this machine's folder is in them.
     """
 
-    def convert(text: str) -> dict[str, str]:
-        return _keyed_path(text, folder, context)
-
-    return map_paths(values, declared, convert)
+    return map_paths(values, declared, lambda text: _keyed_path(text, folder, context))
 
 
 def _keyed_path(text: str, folder: str, context: StageContext) -> dict[str, str]:
@@ -148,35 +145,26 @@ class _Types:
 
     def _paths_of_class(self, file: str, node: ast.ClassDef, depth: int) -> Paths:
         found: Paths = False
-        if not self._is_typed_dict_class(file, node, depth):
+        if not self._is_typed_dict(file, node, depth):
             return False
         for base in node.bases:
             found = _merge(found, self.paths_in(file, base, depth - 1))
-        fields = {
-            statement.target.id: statement.annotation
+        paths = {
+            statement.target.id: self.paths_in(file, statement.annotation, depth - 1)
             for statement in node.body
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name)
         }
-        return _merge(found, self._fields(file, fields, depth))
+        return _merge(found, {name: held for name, held in paths.items() if held})
 
-    def _fields(self, file: str, annotations: Mapping[Any, ast.expr], depth: int) -> Paths:
-        paths = {str(name): self.paths_in(file, node, depth - 1) for name, node in annotations.items()}
-        return {name: held for name, held in paths.items() if held}
-
-    def _is_typed_dict_class(self, file: str, node: ast.ClassDef, depth: int) -> bool:
-        return depth > 0 and any(self._is_typed_dict(file, base, depth - 1) for base in node.bases)
-
-    def _is_typed_dict(self, file: str, node: ast.expr, depth: int) -> bool:
-        chain = chain_of(node)
-        if not chain:
-            return False
-        meaning = self._program.resolve(file, chain)
-        if any(name.endswith(".TypedDict") for name in meaning.outside):
-            return True
-        classes = [(piece.file, piece.node) for piece in meaning.pieces_here]
-        return any(
-            self._is_typed_dict_class(at, piece, depth) for at, piece in classes if isinstance(piece, ast.ClassDef)
-        )
+    def _is_typed_dict(self, file: str, node: ast.ClassDef, depth: int) -> bool:
+        for chain in filter(None, map(chain_of, node.bases)) if depth > 0 else ():
+            meaning = self._program.resolve(file, chain)
+            classes = [(piece.file, piece.node) for piece in meaning.pieces_here]
+            if any(name.endswith(".TypedDict") for name in meaning.outside) or any(
+                self._is_typed_dict(at, base, depth - 1) for at, base in classes if isinstance(base, ast.ClassDef)
+            ):
+                return True
+        return False
 
 
 def _merge(one: Paths, other: Paths) -> Paths:

@@ -43,7 +43,7 @@ class Resolver:
         """The training arguments with these settings, shared: do not change them. Errors name them under `prefix`."""
         from trainer_lib.arguments import TrainingArguments
 
-        return self._once(("arguments", _text(args)), lambda: TrainingArguments.from_dict(args, prefix=prefix))
+        return self.once(("arguments", _text(args)), lambda: TrainingArguments.from_dict(args, prefix=prefix))
 
     def launch(self, settings: LaunchSettings, *, use_cpu: bool, section: str = "train") -> LaunchConfig:
         """A launch with every "auto" resolved for this machine. Errors name its settings as those of `section`."""
@@ -51,7 +51,7 @@ class Resolver:
 
         config = settings.to_config()
         with in_words_of_spec(section):
-            return self._once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
+            return self.once(("launch", repr(config), str(use_cpu)), lambda: resolve_config(config, use_cpu=use_cpu))
 
     def closure(
         self, recipe: str | Path, root: str | Path | None, *, fallback: str | Path | None = None, field: str = "recipe"
@@ -68,7 +68,7 @@ class Resolver:
         if known is not None and not known.is_current():
             # Forgotten, so that the next line reads the edited file.
             self._found.pop(key, None)
-        return self._once(key, lambda: closure(recipe, root, fallback=fallback, field=field))
+        return self.once(key, lambda: closure(recipe, root, fallback=fallback, field=field))
 
     def code(self, recipe: str | Path, fallback: str | Path | None, root: str | Path | None) -> Code:
         """The code of a recipe and its fallback, function by function; of edited files, as they are now."""
@@ -87,7 +87,7 @@ class Resolver:
 
         here = [source for source in sources if source not in self._assumed]
         key = ("sources", _text(here), root or "", str(memory))
-        found = dict(zip(here, self._once(key, lambda: fingerprints(here, root=root, memory=memory)), strict=True))
+        found = dict(zip(here, self.once(key, lambda: fingerprints(here, root=root, memory=memory)), strict=True))
         return [self._assumed.get(source) or found[source] for source in sources]
 
     def assume_sources(self, known: Mapping[str, dict[str, str]]) -> None:
@@ -115,11 +115,8 @@ class Resolver:
             self._found[looked] = time.monotonic()
         return problem
 
-    def decide_once(self, about: tuple[str, ...], decide: Callable[[], T]) -> T:
-        """The first result of `decide` about something, for the whole command."""
-        return self._once(("decided", *about), decide)
-
-    def _once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
+    def once(self, key: tuple[str, ...], compute: Callable[[], T]) -> T:
+        """The first result of `compute` under a key, for the whole command."""
         # Two threads may compute the same value; both then use the one that was stored first.
         if key not in self._found:
             self._found.setdefault(key, compute())

@@ -165,8 +165,3 @@ def find_processor() -> str:
             names = (row.partition(":")[2].strip() for row in text.splitlines() if row.startswith("model name"))
             return next(names, "")
     return platform.processor()
-
-
-def describe_environment() -> dict[str, str]:
-    """Versions and, under the name `processor`, the processor."""
-    return {**find_versions(), "processor": find_processor()}

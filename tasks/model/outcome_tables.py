@@ -30,11 +30,6 @@ class Outcome:
     classes: Sequence[str]
 
     @property
-    def is_classes(self) -> bool:
-        """Whether the labels are classes."""
-        return bool(self.found["kind"] == "classes")
-
-    @property
     def is_numbers(self) -> bool:
         """Whether the labels are numbers."""
         return bool(self.found["kind"] == "numbers")
@@ -127,7 +122,7 @@ class Outcome:
         weak = self.found.get("weak")
         if not weak:
             return ""
-        test = "Fisher's exact test" if self.is_classes else "Welch's t-test"
+        test = "Fisher's exact test" if self.found["kind"] == "classes" else "Welch's t-test"
         how = f"The worst of {counted(weak['tested'], 'subgroup')}, against all other rows by {test}, adjusted by Holm."
         is_clear = any(group[-1] < _CLEAR for group in weak["groups"])
         return how if is_clear else f"{how} None is worse beyond chance."

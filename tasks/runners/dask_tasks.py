@@ -18,7 +18,7 @@ from prefect_dask import DaskTaskRunner
 from typing_extensions import override
 
 from trainflow.tasks.prefect.prefect_internals import send_queued
-from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
+from trainflow.tasks.runners import Cluster, no_cluster, require_api
 from trainflow.tasks.settings import RunnerSettings
 
 CONNECT_S = 20.0

@@ -25,7 +25,7 @@ from trainer_lib.protocol.requests import Request
 from trainer_lib.storage import Store
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.prefect.prefect_internals import send_little
-from trainflow.tasks.runners.clusters import Cluster, unreachable_api
+from trainflow.tasks.runners import Cluster, unreachable_api
 from trainflow.tasks.settings import RunnerSettings
 
 POLL_S = 0.3

@@ -17,7 +17,7 @@ from prefect_ray.context import remote_options
 from typing_extensions import override
 
 from trainer_lib.engines.ray import NO_CLUSTER, join_cluster
-from trainflow.tasks.runners.clusters import Cluster, no_cluster, require_api
+from trainflow.tasks.runners import Cluster, no_cluster, require_api
 from trainflow.tasks.settings import RunnerSettings
 
 ANSWER_S = 20.0

@@ -50,7 +50,7 @@ def current_key(key: StageKey, context: StageContext) -> StageKey:
     if limit is None:
         return key
     first = key.first
-    return context.resolver.decide_once((REFRESH, first.digest), lambda: _find_current(first, limit, context))
+    return context.resolver.once((REFRESH, first.digest), lambda: _find_current(first, limit, context))
 
 
 def note_refreshed(storage: str, key: StageKey) -> None:

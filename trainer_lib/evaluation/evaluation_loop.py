@@ -8,7 +8,8 @@ rank 0, and its result is broadcast. The loss is the mean over all target items 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -171,21 +172,16 @@ class EvaluationLoop:
             remedy = "Give data that is not empty."
             raise DataError("There is nothing to evaluate.", field="eval_dataset", remedy=remedy)
         predictions = labels = None
-        metrics: dict[str, float] = {}
+        compute: Callable[[], dict[str, Any]] = dict if self._batch_metrics is None else self._batch_metrics.finish
         if self._spools and comm.rank == 0:
             joins, spool = trainer.args.eval_do_concat_batches, self._spool
             tree = spool.tree() if joins else _collect_columns(spool.by_batch())
             predictions, labels = tree["logits"], tree["labels"]
-            if self._batch_metrics is not None:
-                metrics = compute_on_rank_zero(comm, self._batch_metrics.finish)
-            elif trainer.compute_metrics is not None and predictions is not None and labels is not None:
+            measure = trainer.compute_metrics if self._batch_metrics is None else None
+            if measure is not None and predictions is not None and labels is not None:
                 given = EvalPrediction(predictions, labels, inputs=tree["inputs"], losses=tree["losses"])
-                metrics = compute_on_rank_zero(comm, lambda: trainer.compute_metrics(given))  # type: ignore[misc]
-            else:
-                metrics = compute_on_rank_zero(comm, dict)
-        elif not self._loss_only:
-            streamed = self._batch_metrics
-            metrics = compute_on_rank_zero(comm, lambda: streamed.finish() if streamed is not None else {})
+                compute = partial(measure, given)
+        metrics = {} if self._loss_only else compute_on_rank_zero(comm, compute)
         named = {name if name.startswith(f"{prefix}_") else f"{prefix}_{name}": v for name, v in metrics.items()}
         if items:
             # A loss that compute_metrics returned wins.

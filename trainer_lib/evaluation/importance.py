@@ -5,6 +5,7 @@ Breiman, Random forests, 2001. The columns are those of the prepared rows, whate
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -97,8 +98,7 @@ def measure_importance(
 
 def _predict(batches: Iterable[Any], orders: np.ndarray, labels: Any, deadline: float) -> list[EvalPrediction] | None:
     """The outputs of all times that the rows were dealt out, and their labels; None where there is no time."""
-    spool = PredictionSpool(None)
-    try:
+    with contextlib.closing(PredictionSpool(None)) as spool:
         for outputs in batches:
             if time.monotonic() > deadline:
                 return None
@@ -106,8 +106,6 @@ def _predict(batches: Iterable[Any], orders: np.ndarray, labels: Any, deadline: 
         whole = EvalPrediction(spool.tree(), None)
         times = np.arange(orders.size).reshape(orders.shape)
         return [EvalPrediction(nested.take_rows(whole, rows).predictions, labels) for rows in times]
-    finally:
-        spool.close()
 
 
 def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:

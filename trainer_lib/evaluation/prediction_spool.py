@@ -65,13 +65,10 @@ class _Column:
         if len(widths) == 1 and all(dtype == kind for kind, _ in self._segments):
             # Equal shapes: the file's bytes are the array already.
             return self._map(dtype, 0, (sum(shape[0] for _, shape in self._segments), *next(iter(widths))))
-        padded = _Column(self._folder)
-        try:
+        with contextlib.closing(_Column(self._folder)) as padded:
             for segment in self.segments():
                 padded.append(_pad(segment, widths, dtype))
             return padded.array()
-        finally:
-            padded.close()
 
     def _map(self, dtype: np.dtype[Any], offset: int, shape: tuple[int, ...]) -> Array:
         """An array of the caller's: a part of the file that was read, or a copy-on-write map of it."""

@@ -60,21 +60,17 @@ def best_run(trials: list[Any], direction: str) -> BestRun:
         what = f"The search was stopped with {len(unfinished)} of {len(summary)} trials under way."
         raise Interrupted(what, remedy="What they saved is in their folders.")
     good = [run for run in summary if run["state"] != "fail"]
+    what, died = f"None of {len(trials)} trials was completed", [trial for trial in trials if trial.status == "ERROR"]
+    if not good and died:
+        remedy = "Look at Ray's own logs; give each trial more memory (resources_per_trial)."
+        details = "\n".join(str(trial.get_error() or "") for trial in died)
+        raise InfrastructureError(f"{what}: the processes of {len(died)} died.", remedy=remedy, details=details)
     if not good:
-        raise _none_completed(trials)
+        remedy = "Narrow the ranges; every failure was logged as a warning."
+        raise ConfigError(f"{what}: all failed.", field="hp_space", remedy=remedy)
     pick = min if direction == "minimize" else max
     best = pick(good, key=lambda run: float(run["objective"]))
     return BestRun(best["run_id"], best["objective"], best["hyperparameters"], summary)
-
-
-def _none_completed(trials: list[Any]) -> Exception:
-    died = [str(trial.get_error() or "") for trial in trials if trial.status == "ERROR"]
-    if died:
-        what = f"None of {len(trials)} trials was completed: the processes of {len(died)} died."
-        remedy = "Look at Ray's own logs; give each trial more memory (resources_per_trial)."
-        return InfrastructureError(what, remedy=remedy, details="\n".join(died))
-    remedy = "Narrow the ranges; every failure was logged as a warning."
-    return ConfigError(f"None of {len(trials)} trials was completed: all failed.", field="hp_space", remedy=remedy)
 
 
 def _summary(trial: Any) -> dict[str, Any]:

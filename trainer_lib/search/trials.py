@@ -38,12 +38,12 @@ _FIXED = (
 
 
 class TrialRunner:
-    """Runs a Trainer's trials, and reports their evaluations to the search; `takes_trial` is of a `model_init`."""
+    """Runs the trials of `trainer`, and reports their evaluations to the search; `takes_trial` is of a `model_init`."""
 
     def __init__(
         self, trainer: Trainer, parts: Internals, *, takes_trial: Callable[[Callable[..., Any]], bool]
     ) -> None:
-        self._trainer = trainer
+        self.trainer = trainer
         self._parts = parts
         self._takes_trial = takes_trial
         self._current: TrialRun | None = None
@@ -54,11 +54,6 @@ class TrialRunner:
     def comm(self) -> Communicator:
         """The ranks that train together."""
         return self._parts.comm
-
-    @property
-    def trainer(self) -> Trainer:
-        """The Trainer itself."""
-        return self._trainer
 
     @property
     def origin(self) -> str | None:
@@ -76,7 +71,7 @@ class TrialRunner:
         Raises:
             ConfigError: trials cannot be trained or compared, or an option is refused.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         if trainer.model_init is None:
             raise ConfigError(
                 "Every trial trains a fresh model.", field="model_init", remedy="Give it to the Trainer, not a model."
@@ -98,7 +93,7 @@ class TrialRunner:
     @contextlib.contextmanager
     def _searching(self, settings: SearchSettings, backend: str) -> Iterator[None]:
         """Show the search on the Trainer; afterwards the Trainer is as it was."""
-        trainer, name_before = self._trainer, self._trainer.hp_name
+        trainer, name_before = self.trainer, self.trainer.hp_name
         try:
             with self._parts.restored():
                 trainer.hp_search_backend, trainer.hp_name = backend, settings.hp_name
@@ -110,7 +105,7 @@ class TrialRunner:
 
     def set_trial(self, trial: Any) -> None:
         """Note the trial, or the parameters, that the present training is given."""
-        self._trainer._trial = trial
+        self.trainer._trial = trial
 
     def run_trial(self, run: TrialRun) -> list[float]:
         """Train with the trial's arguments; return the objective of its last evaluation. Collective.
@@ -120,7 +115,7 @@ class TrialRunner:
         Raises:
             TrialPruned: the search stops this trial.
         """
-        trainer = self._trainer
+        trainer = self.trainer
         with self._trial_arguments(run):
             trainer.objective, self._current = None, run
             try:
@@ -141,14 +136,14 @@ class TrialRunner:
         """
         if self._current is None:
             return
-        self._trainer.objective, prune = self._current.judge(metrics, step)
+        self.trainer.objective, prune = self._current.judge(metrics, step)
         if prune:
             raise TrialPruned(f"The search pruned this trial at step {step}.")
 
     @contextlib.contextmanager
     def _trial_arguments(self, run: TrialRun) -> Iterator[None]:
         """Use a copy of the arguments with the trial's values and folder; afterwards use the user's own again."""
-        trainer, given = self._trainer, self._trainer.args
+        trainer, given = self.trainer, self.trainer.args
         args, names = copy.copy(given), field_map(given)
         self.check_names(run.values)
         for name, value in run.values.items():
@@ -172,7 +167,7 @@ class TrialRunner:
 
     def check_names(self, values: Mapping[str, Any]) -> None:
         """Raise ConfigError for a fixed argument, and for no argument where `model_init` does not take the trial."""
-        names, init = field_map(self._trainer.args), self._trainer.model_init
+        names, init = field_map(self.trainer.args), self.trainer.model_init
         for name, value in values.items():
             if name in _FIXED:
                 what = "This argument cannot change from trial to trial."
@@ -198,9 +193,10 @@ def create_backend(name: Any, runner: TrialRunner, settings: SearchSettings) -> 
     if wanted == "ray":
         ray: RaySearch = _ray().RaySearch(runner, settings)
         return ray
-    remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
-    what = _WHY_NOT.get(wanted, "This backend does not exist.")
-    remedy = remedy if wanted in _WHY_NOT else suggestion(wanted, list(HPSearchBackend))
+    what, remedy = "This backend does not exist.", suggestion(wanted, list(HPSearchBackend))
+    if wanted in _WHY_NOT:
+        what = _WHY_NOT[wanted]
+        remedy = 'Use backend="optuna"; several processes may work on one storage at the same time.'
     raise ConfigError(what, field="backend", value=wanted, remedy=remedy)
 
 

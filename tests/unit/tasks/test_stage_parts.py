@@ -22,13 +22,13 @@ from trainer_lib.protocol.requests import PrepareRequest
 from trainer_lib.storage import FileEntry
 from trainer_lib.trackers.mlflow.mlflow_registry import Flavor
 from trainflow.flows.reports.run_tracking import SystemLoad, parse_gpus
+from trainflow.tasks import runners
 from trainflow.tasks.configs import LaunchSettings
 from trainflow.tasks.keys.resolver import Resolver
 from trainflow.tasks.model.logged_models import describe_flavor
 from trainflow.tasks.prefect import prefect_client
 from trainflow.tasks.prefect.prefect_client import RunLink, _tls_context, quick_client, wait_for_drawings
 from trainflow.tasks.prefect.prefect_internals import settings_for_every_thread, without_retries
-from trainflow.tasks.runners import clusters
 from trainflow.tasks.stage import worker
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
@@ -47,10 +47,10 @@ def server() -> Iterator[socket.socket]:
 
 
 def test_an_api_on_loopback_is_refused_where_other_machines_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clusters, "PREFECT_API_URL", SimpleNamespace(value=lambda: "http://127.0.0.1:4200/api"))
-    clusters.require_api([])
+    monkeypatch.setattr(runners, "PREFECT_API_URL", SimpleNamespace(value=lambda: "http://127.0.0.1:4200/api"))
+    runners.require_api([])
     with pytest.raises(ConfigError, match="cannot be reached from node7"):
-        clusters.require_api(["node7"])
+        runners.require_api(["node7"])
 
 
 def test_a_server_that_hangs_holds_nothing_up(server: socket.socket) -> None:
