@@ -58,7 +58,7 @@ from trainer_lib.data.loading.collators import (
     DefaultDataCollator as DefaultDataCollator,
     default_data_collator as default_data_collator,
 )
-from trainer_lib.data.loading.masking import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
+from trainer_lib.data.loading.collators import DataCollatorForLanguageModeling as DataCollatorForLanguageModeling
 from trainer_lib.installation import install as install, uninstall as uninstall
 from trainer_lib.keras_models.tf_trainer import TFTrainer as TFTrainer
 from trainer_lib.model_folder.loaded import LoadedModel as LoadedModel, load_model as load_model

@@ -18,8 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from typing_extensions import override
 
 from trainer_lib.data.loading.collators import default_data_collator
-from trainer_lib.data.loading.fetch import is_pure_collator
-from trainer_lib.data.loading.loader import has_length
+from trainer_lib.data.loading.loader import has_length, is_pure_collator
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError
 from trainer_lib.evaluation import nested
 

@@ -13,8 +13,7 @@ from trainer_lib.base.suggestions import suggestion
 from trainer_lib.data.rows.row_files import read_rows
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.evaluation.metrics import is_metric_object, parse_metrics
-from trainer_lib.evaluation.named_metrics import NamedMetrics
+from trainer_lib.evaluation.metrics import NamedMetrics, is_metric_object, parse_metrics
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.model_folder.loaded import LoadedModel, load_same
 from trainer_lib.protocol.requests import MeasureRowsRequest, MeasureRowsResult, PreparedData

@@ -11,11 +11,10 @@ from torch.utils.data import IterableDataset, Sampler, Subset
 
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
-from trainer_lib.data.loading.fetch import is_pure_collator
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.generators import keep_generators
 from trainer_lib.data.loading.iterable import IterableLoader
-from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, TrainSource, has_length
+from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, TrainSource, has_length, is_pure_collator
 from trainer_lib.data.loading.mixture_order import MixtureOrder
 from trainer_lib.data.loading.order import (
     BatchPlan,

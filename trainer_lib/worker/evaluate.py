@@ -28,8 +28,14 @@ from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.benchmarks import Suite
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.importance import BATCH, Dealt, list_plain_columns, measure_importance
-from trainer_lib.evaluation.metrics import is_metric_object
-from trainer_lib.evaluation.named_metrics import MAX_INTERVALS, SLICES, NamedMetrics, find_slices, measure_slices
+from trainer_lib.evaluation.metrics import (
+    MAX_INTERVALS,
+    SLICES,
+    NamedMetrics,
+    find_slices,
+    is_metric_object,
+    measure_slices,
+)
 from trainer_lib.evaluation.outcomes import collect_inputs, find_collapse, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.evaluation.weak_groups import find_weak_groups

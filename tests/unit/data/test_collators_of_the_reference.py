@@ -19,7 +19,7 @@ from trainer_lib import (
     default_data_collator,
 )
 from trainer_lib.base.public_names import attach
-from trainer_lib.data.loading.fetch import is_pure_collator
+from trainer_lib.data.loading.loader import is_pure_collator
 from trainer_lib.errors import ConfigError, DataError, MissingExtraError
 
 transformers = pytest.importorskip("transformers")

@@ -16,11 +16,10 @@ from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sequential
 
 from tests.support.toys import Augmented, StatefulStream, Stream, classification_rows
 from trainer_lib.data.loading.collators import default_data_collator
-from trainer_lib.data.loading.fetch import is_pure
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.items import count_samples
 from trainer_lib.data.loading.iterable import IterableLoader
-from trainer_lib.data.loading.loader import EvalLoader, TrainLoader
+from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, is_pure
 from trainer_lib.data.loading.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
 
@@ -96,7 +95,7 @@ def test_samples_of_which_few_are_random_are_read_as_if_all_were(monkeypatch: py
     unwatched = read(train_loader(dataset, micro=1))
     assert states() == before
     assert len(ROWS) < len(dataset.read) <= len(ROWS) + 1  # the first random one twice
-    monkeypatch.setattr("trainer_lib.data.loading.fetch.watch_generators", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.loading.loader.watch_generators", lambda: None)
     assert read(train_loader(Sometimes(ROWS), micro=1)) == unwatched
 
 
@@ -217,14 +216,14 @@ def eval_loader(dataset: Any, *, batch: int = 1, world: int = 1, rank: int = 0) 
 
 
 def test_batches_read_ahead_in_evaluation_are_those_read_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainer_lib.data.loading.fetch._QUICK_S", 10.0)  # seconds: however slow the machine is
+    monkeypatch.setattr("trainer_lib.data.loading.loader._QUICK_S", 10.0)  # seconds: however slow the machine is
     state, dataset = random.getstate(), Sometimes(MORE)
     batches = iter(eval_loader(dataset))
     next(batches), next(batches)
     assert len(dataset.read) > 3  # quick samples come a few at a time
     ahead = [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))]
     assert random.getstate() == state
-    monkeypatch.setattr("trainer_lib.data.loading.fetch.watch_generators", lambda: None)
+    monkeypatch.setattr("trainer_lib.data.loading.loader.watch_generators", lambda: None)
     assert [batch["x"].tolist() for batch in eval_loader(Sometimes(MORE))] == ahead
 
 

@@ -14,7 +14,7 @@ import pytest
 from trainer_lib.base.metric_names import CLASS_METRICS, NUMBER_METRICS, MetricCall, read_metrics
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError
-from trainer_lib.evaluation.named_metrics import NamedMetrics, measure_slices
+from trainer_lib.evaluation.metrics import NamedMetrics, measure_slices
 from trainer_lib.evaluation.resamples import Remembered
 from trainer_lib.protocol.requests import PreparedSplit
 from trainer_lib.recipes import causal_language_modeling, preference_optimization

@@ -23,7 +23,7 @@ from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.importance import Dealt, measure_importance
-from trainer_lib.evaluation.named_metrics import NamedMetrics
+from trainer_lib.evaluation.metrics import NamedMetrics
 from trainer_lib.evaluation.outcomes import (
     HARDEST,
     MAX_ROWS,

@@ -20,7 +20,7 @@ from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError
-from trainer_lib.evaluation.named_metrics import NamedMetrics
+from trainer_lib.evaluation.metrics import NamedMetrics
 from trainer_lib.protocol.recipe_names import recipe_file
 from trainer_lib.protocol.requests import (
     EvaluateRequest,

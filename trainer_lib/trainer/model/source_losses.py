@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from trainer_lib.data.loading.fetch import is_pure_collator
+from trainer_lib.data.loading.loader import is_pure_collator
 from trainer_lib.data.rows.mixture import SOURCE
 
 KEY = "mixture_source"

@@ -21,8 +21,7 @@ from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.transformers_checkpoint import load_adapter
 from trainer_lib.data.loading.collators import StoredRowsCollator, default_data_collator
 from trainer_lib.errors import ConfigError, DamagedError
-from trainer_lib.evaluation.metrics import is_metric_object
-from trainer_lib.evaluation.named_metrics import NamedMetrics
+from trainer_lib.evaluation.metrics import NamedMetrics, is_metric_object
 from trainer_lib.hub.base import ADAPTER
 from trainer_lib.keras_models.keras_backend import is_keras_model, register_parameters
 from trainer_lib.protocol.recipe_functions import kind_of
