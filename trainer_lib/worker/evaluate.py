@@ -36,9 +36,8 @@ from trainer_lib.evaluation.metrics import (
     is_metric_object,
     measure_slices,
 )
-from trainer_lib.evaluation.outcomes import collect_inputs, find_collapse, summarize_outcomes
+from trainer_lib.evaluation.outcomes import collect_inputs, find_collapse, find_weak_groups, summarize_outcomes
 from trainer_lib.evaluation.resamples import Remembered
-from trainer_lib.evaluation.weak_groups import find_weak_groups
 from trainer_lib.hub.card import tidy_metrics
 from trainer_lib.protocol.recipe_functions import as_measurements
 from trainer_lib.protocol.requests import OUTCOMES, EvaluateRequest, EvaluateResult, PreparedData
@@ -251,8 +250,7 @@ def _measure_splits(
         metrics[name] = _plain(trainer.evaluate(eval_dataset=split, metric_key_prefix=PREFIX))
         trainer.compute_metrics = recipes_own
         if remembered is not None and work.rank == 0:
-            outcomes = _describe(split, remembered, work, data)
-            if outcomes is not None:
+            if (outcomes := _describe(split, remembered, work, data)) is not None:
                 outcomes |= _explain(work, trainer, name, split, remembered)
                 measured.append(store.write_bytes(f"{OUTCOMES}/{name}.json", json.dumps(outcomes).encode()))
                 warnings += warn_of_collapse(name, outcomes, data.info.get("classes"))

@@ -30,10 +30,10 @@ from trainer_lib.evaluation.outcomes import (
     SAMPLES,
     collect_inputs,
     describe_input,
+    find_weak_groups,
     summarize_outcomes,
 )
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
-from trainer_lib.evaluation.weak_groups import find_weak_groups
 
 
 def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:

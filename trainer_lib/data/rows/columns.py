@@ -115,8 +115,9 @@ class Schema:
         self, name: str, column: Column, values: list[Any], first_row: int, *, allow_nan: bool
     ) -> pa.Array:
         if column.has_texts or column.kind in ("string", "bytes"):
+            kinds = str if column.kind == "string" else bytes | bytearray | memoryview
             for index, value in enumerate(values):
-                if not _is_text(value, column):
+                if not (is_list_of_texts(value) if column.has_texts else isinstance(value, kinds)):
                     self._refuse_type(first_row + index, name, column, type(value).__name__)
             return pa.array(values, type=self.arrow.field(name).type)
         dtype = np.dtype(column.dtype)
@@ -196,13 +197,6 @@ def _infer_column(values: list[Any], name: str, split: str) -> Column:
     odd = next(row for row, array in enumerate(arrays) if array.shape != arrays[0].shape)
     what = f"shape {list(arrays[odd].shape)} next to {list(arrays[0].shape)}; only one-dimensional arrays may vary"
     raise _refuse(split, odd, name, what)
-
-
-def _is_text(value: Any, column: Column) -> bool:
-    """Whether a value is a text, bytes or a list of texts, as the column has them."""
-    if column.has_texts:
-        return is_list_of_texts(value)
-    return isinstance(value, str if column.kind == "string" else bytes | bytearray | memoryview)
 
 
 def is_list_of_texts(value: Any) -> bool:
