@@ -17,7 +17,7 @@ from trainer_lib.checkpoint.layout import TRAINER_STATE, TRAINING_ARGS
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import DamagedError
 from trainer_lib.protocol.requests import CompareRequest, CompareResult
-from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage import Store
 from trainer_lib.storage.commit import verify_files
 from trainer_lib.worker.process.session import Work
 
@@ -32,8 +32,7 @@ Difference = dict[str, Any]
 
 def run(work: Work[CompareRequest]) -> CompareResult:
     """Compare the checkpoints of two trainings: differences in the order of time, steps before states."""
-    whole, resumed = Store.open(work.request.whole), Store.open(work.request.resumed)
-    pairs = _common(whole, resumed)
+    pairs = _common(Store.open(work.request.whole), Store.open(work.request.resumed))
     counts: dict[str, Any] = {"checkpoints": [step for step, _, _ in pairs]}
     _, *last = pairs[-1]
     logs = [_json(info, TRAINER_STATE).get("log_history", []) for info in last]
@@ -91,27 +90,18 @@ def _checkpoint(
         one, other = sides[0].get(name), sides[1].get(name)
         if one is None or other is None:
             yield _difference(step, name, *("absent" if entry is None else "present" for entry in (one, other)))
-        else:
-            yield from _file(step, one, other, whole, resumed, counts)
-
-
-def _file(
-    step: int, one: FileEntry, other: FileEntry, whole: CheckpointInfo, resumed: CheckpointInfo, counts: dict[str, Any]
-) -> Iterator[Difference]:
-    name, last = one.path, step == counts["checkpoints"][-1]
-    counts["bytes"] = counts.get("bytes", 0) + one.size
-    # Of the last checkpoint even equal tensors are read: the proof says how many it compared.
-    if name.endswith(".safetensors") and (last or one != other):
-        tensors = [read_safetensors(Store.open(info.url), name) for info in (whole, resumed)]
-        counts["tensors"] = counts.get("tensors", 0) + len(tensors[0])
-        yield from _tensors(step, name, *tensors)
-    elif one == other:
-        return
-    elif name.endswith(".json"):
-        values = [_without_places(_json(info, name), name) for info in (whole, resumed)]
-        yield from (_difference(step, f"{name}: {path}", *pair) for path, *pair in _values("", *values))
-    else:
-        yield _difference(step, name, one.sha256[:16], other.sha256[:16])
+            continue
+        counts["bytes"] = counts.get("bytes", 0) + one.size
+        # Of the last checkpoint even equal tensors are read: the proof says how many it compared.
+        if name.endswith(".safetensors") and (one != other or step == counts["checkpoints"][-1]):
+            tensors = [read_safetensors(Store.open(info.url), name) for info in (whole, resumed)]
+            counts["tensors"] = counts.get("tensors", 0) + len(tensors[0])
+            yield from _tensors(step, name, *tensors)
+        elif one != other and name.endswith(".json"):
+            values = [_without_places(_json(info, name), name) for info in (whole, resumed)]
+            yield from (_difference(step, f"{name}: {path}", *pair) for path, *pair in _values("", *values))
+        elif one != other:
+            yield _difference(step, name, one.sha256[:16], other.sha256[:16])
 
 
 def _tensors(

@@ -48,8 +48,14 @@ from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
 from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import content_digest
 from trainer_lib.worker.predict import single_output
-from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, events_callback, load_weights
-from trainer_lib.worker.process.events import EventsCallback
+from trainer_lib.worker.process.assembly import (
+    EventsCallback,
+    arguments,
+    build_model,
+    build_trainer,
+    events_callback,
+    load_weights,
+)
 from trainer_lib.worker.process.session import Work
 from trainer_lib.worker.train import HISTORY
 

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from trainer_lib.data.loading.foreign import ForeignLoader
     from trainer_lib.data.loading.iterable import IterableLoader
 
-
 T = TypeVar("T")
 _AHEAD = 8  # quick batches that are read as one block
 _QUICK_S = 250e-6  # a quick batch is read in less time
