@@ -22,7 +22,6 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import accumulation_steps, rows_at_a_time
 from trainer_lib.arguments.configs.parallelism_config import data_size, read_layout, settings_of
 from trainer_lib.base.memory import read_resident_bytes
-from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed.communicator import choose_device
 from trainer_lib.errors import TrainflowError, first_line
@@ -61,9 +60,8 @@ def run(work: Work[EstimateRequest]) -> Estimate | None:
     """Estimate on rank 0, which is the only one."""
     if work.rank != 0:
         return None
-    prepared = to_record(work.request.data)
-    train_set = ArrowSplit(prepared, work.request.train_split)
-    eval_set = ArrowSplit(prepared, work.request.eval_split) if work.request.eval_split else None
+    train_set = ArrowSplit(work.prepared, work.request.train_split)
+    eval_set = ArrowSplit(work.prepared, work.request.eval_split) if work.request.eval_split else None
     with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
         given = arguments(work, "train", folder)
         shares = data_size(given, work.request.processes)
@@ -73,7 +71,7 @@ def run(work: Work[EstimateRequest]) -> Estimate | None:
         process_bytes = read_resident_bytes()
         device = choose_device(use_cpu=args.use_cpu)
         notes: list[str] = []
-        model = _build_without_values(work, args, DataInfo(prepared), notes)
+        model = _build_without_values(work, args, DataInfo(work.prepared), notes)
         gathered, divided = _gathered_bytes(model, given), _divided_bytes(model, given)
         sizes = _Sizes(work, args, _on_fake_device(model, device), train_set, eval_set, notes)
         micro_batches = accumulation_steps(given, data_parallel_size=shares)

@@ -19,7 +19,6 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
@@ -191,9 +190,8 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
     """Evaluate every split, or only try to (`rehearse`). The result is complete on rank 0."""
     request = work.request
     store = Store.open(request.output, field="storage")
-    prepared = to_record(request.data)
-    data = DataInfo(prepared)
-    splits = {name: ArrowSplit(prepared, name) for name in request.splits}
+    data = DataInfo(work.prepared)
+    splits = {name: ArrowSplit(work.prepared, name) for name in request.splits}
     if request.is_rehearsal:
         rehearse(work, data, splits)
         return EvaluateResult((), {})

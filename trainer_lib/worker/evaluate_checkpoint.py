@@ -6,7 +6,6 @@ with as many processes the metrics are equal bit for bit.
 
 from __future__ import annotations
 
-from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.values import restore_rng
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.distributed import communicator as distributed
@@ -27,15 +26,14 @@ def run(work: Work[EvaluateCheckpointRequest]) -> CheckpointMetrics:
     """Evaluate the checkpoint. The result is complete on rank 0."""
     request = work.request
     args = arguments(work, "evaluate_checkpoint", Store.open(request.output, field="storage").url)
-    prepared = to_record(request.data)
-    model = build_model(work, args, DataInfo(prepared))
+    model = build_model(work, args, DataInfo(work.prepared))
     trainer = build_trainer(
         work,
         args,
         model,
         [events_callback(work, args)],
-        train_dataset=ArrowSplit(prepared, request.train_split),
-        eval_dataset=ArrowSplit(prepared, request.eval_split),
+        train_dataset=ArrowSplit(work.prepared, request.train_split),
+        eval_dataset=ArrowSplit(work.prepared, request.eval_split),
     )
     add_metrics(trainer, request.metrics)
     # Where the training was when it wrote the checkpoint; the optimizer is left out.

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer_lib.base.records import to_record
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError, first_line
@@ -29,11 +28,11 @@ _ALONE = "Remove it: the adapters are published alone."
 def run(work: Work[MergeRequest]) -> MergeResult:
     """Build the recipe's model, load its adapters, merge them, and write the merged model, if they agree."""
     request = work.request
-    args, prepared = arguments(work, "publish", request.output), to_record(request.data)
-    model = build_model(work, args, DataInfo(prepared))
+    args = arguments(work, "publish", request.output)
+    model = build_model(work, args, DataInfo(work.prepared))
     require_mergeable(model)
     load_weights(model, request.model_url)
-    batches = _held_out(work, args, model, prepared)
+    batches = _held_out(work, args, model)
     expected = _answers(model, batches)
     merged = merge(model, dtype=request.dtype)
     agreement = compare(expected, _answers(merged, batches))
@@ -46,12 +45,12 @@ def run(work: Work[MergeRequest]) -> MergeResult:
     return MergeResult((writer.entry, *beside), agreement)
 
 
-def _held_out(work: Work[MergeRequest], args: Any, model: nn.Module, prepared: dict[str, Any]) -> list[dict[str, Any]]:
+def _held_out(work: Work[MergeRequest], args: Any, model: nn.Module) -> list[dict[str, Any]]:
     """Batches of one row of a held-out split, or of training where there is none, as the model's forward takes them."""
-    names = sorted(prepared["splits"], key=lambda name: (name != "test", name == "train", name))
+    names = sorted(work.request.data.splits, key=lambda name: (name != "test", name == "train", name))
     if not names:
         return []
-    split, trainer = ArrowSplit(prepared, names[0]), build_trainer(work, args, model, [])
+    split, trainer = ArrowSplit(work.prepared, names[0]), build_trainer(work, args, model, [])
     takes = trainer._trainflow.facts.columns
     rows = [trainer.data_collator([split[row]]) for row in range(min(len(split), work.request.prompts))]
     return [{name: value for name, value in row.items() if takes is None or name in takes} for row in rows]

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Subset
 
-from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.given_rows import in_order, longest_first, require_column
 from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.data.rows.predictions import write_split_predictions
@@ -31,8 +30,7 @@ def run(work: Work[PredictRequest]) -> PartsResult:
     request = work.request
     store = Store.open(request.output, field="storage")
     args = arguments(work, "predict", store.url)
-    prepared = to_record(request.data)
-    data, split = DataInfo(prepared), ArrowSplit(prepared, request.split)
+    data, split = DataInfo(work.prepared), ArrowSplit(work.prepared, request.split)
     model = build_model(work, args, data)
     load_weights(model, request.model_url)
     trainer = build_trainer(work, args, model, [])

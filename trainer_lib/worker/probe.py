@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from trainer_lib.base.memory import read_peak_bytes
-from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.rows.shards import ArrowSplit
@@ -52,13 +51,12 @@ def run(work: Work[ProbeRequest]) -> Probe | None:
     request = work.request
     output = Store.open(request.output, field="storage")
     args = arguments(work, "train", output.url)
-    prepared = to_record(request.data)
     rows: Any = None
     if request.eval_split:
-        split: Any = ArrowSplit(prepared, request.eval_split)
+        split: Any = ArrowSplit(work.prepared, request.eval_split)
         rows = torch.utils.data.Subset(split, range(min(len(split), request.rows)))
-    model, clock = build_model(work, args, DataInfo(prepared)), _Clock()
-    train_set = ArrowSplit(prepared, request.train_split)
+    model, clock = build_model(work, args, DataInfo(work.prepared)), _Clock()
+    train_set = ArrowSplit(work.prepared, request.train_split)
     trainer = build_trainer(work, args, model, [clock], train_dataset=train_set, eval_dataset=rows)
     trainer.train()
     comm = trainer._trainflow.comm

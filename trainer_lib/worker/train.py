@@ -24,7 +24,6 @@ from trainer_lib.arguments.numeric import numeric_fields
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.base.outputs import utilization
-from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import number_words
 from trainer_lib.callbacks.base import EarlyStoppingCallback, TrainerCallback
 from trainer_lib.callbacks.stragglers import StragglerCallback
@@ -281,9 +280,8 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
     """
     request, output = work.request, Store.open(work.request.output, field="storage")
     args = arguments(work, "train", output.child(CHECKPOINTS).url)
-    prepared = to_record(request.data)
-    data, train_set = DataInfo(prepared), ArrowSplit(prepared, request.train_split)
-    eval_set = ArrowSplit(prepared, request.eval_split) if request.eval_split else None
+    data, train_set = DataInfo(work.prepared), ArrowSplit(work.prepared, request.train_split)
+    eval_set = ArrowSplit(work.prepared, request.eval_split) if request.eval_split else None
     events = events_callback(work, args)
     model = build_model(work, args, data)
     require_flavor(model, request.flavor)

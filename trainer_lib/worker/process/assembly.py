@@ -20,7 +20,6 @@ from trainer_lib.arguments.configs.parallelism_config import data_size, is_laid_
 from trainer_lib.base.durations import describe_seconds
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.metric_names import MetricCall
-from trainer_lib.base.records import to_record
 from trainer_lib.callbacks.base import PrinterCallback, ProgressCallback, TrainerCallback
 from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.transformers_checkpoint import load_adapter
@@ -114,7 +113,7 @@ def build_trainer(
         from trainer_lib.keras_models.tf_trainer import TFTrainer
 
         default = TFTrainer
-    data = DataInfo(to_record(work.request.data))
+    data = DataInfo(work.prepared)
     own = recipe.callbacks(work.request.recipe_options())
     trainer = recipe.trainer_class(default)(
         model=model,

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Generic, NoReturn, TypeVar
@@ -167,6 +168,12 @@ class Work(Generic[Q]):
     rank: int
     world_size: int
     events: Events
+
+    @cached_property
+    def prepared(self) -> dict[str, Any]:
+        """The prepared data of a request that works with a model, as a record."""
+        request: Any = self.request
+        return to_record(request.data)
 
 
 def main(argv: list[str]) -> int:
