@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from benchmarks._result import arguments, publish, spread
 from trainer_lib import default_data_collator
-from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.iterable import IterableLoader, Shares
 from trainer_lib.data.loading.loader import TrainLoader
 from trainer_lib.data.loading.order import BatchPlan, LengthGroupedOrder, Order, RandomOrder, SequentialOrder
 
@@ -80,17 +80,10 @@ def peers_first_batch(count: int, position: int) -> float:
 def stream_first_batch(batches: int) -> float:
     """Return our seconds for a stream without state, which is read up to the position."""
     started = time.perf_counter()
-    loader = IterableLoader(
-        Stream(),
-        global_batch=BATCH,
-        micro_batch=BATCH,
-        data_parallel_size=1,
-        rank=0,
-        collate=default_data_collator,
-        seed=0,
-        drop_last=False,
-        options={},
+    shares = Shares(
+        Stream(), default_data_collator, global_batch=BATCH, micro_batch=BATCH, data_parallel_size=1, rank=0, seed=0
     )
+    loader = IterableLoader(shares, drop_last=False, options={})
     next(loader.micros(1, batches))
     return time.perf_counter() - started
 

@@ -13,7 +13,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.accelerator_config import total_batch_size
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.generators import keep_generators
-from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.iterable import IterableLoader, Shares
 from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, TrainSource, has_length, is_pure_collator
 from trainer_lib.data.loading.mixture_order import MixtureOrder
 from trainer_lib.data.loading.order import (
@@ -202,19 +202,19 @@ class Loaders:
     ) -> IterableLoader:
         """A loader of this rank's share of a stream."""
         args, share = self._trainer.args, self._internals.world.comm.data_parallel
-        return IterableLoader(
+        shares = Shares(
             dataset,
+            collate,
             global_batch=self._global_batch(batch_size) if trains else batch_size * share.size,
             micro_batch=batch_size,
             data_parallel_size=share.size,
             rank=share.rank,
-            collate=collate,
             seed=args.seed,
-            drop_last=trains and args.dataloader_drop_last,
-            options=self._options(training=trains),
             # A rank whose stream has ended still takes part in the evaluation steps of the others.
             dummy_batches=not trains and share.size > 1,
         )
+        options = self._options(training=trains)
+        return IterableLoader(shares, drop_last=trains and args.dataloader_drop_last, options=options)
 
     def source_of(self, loader: Any) -> TrainSource:
         """A loader as the training loop reads it: our own, or any other behind an adapter."""

@@ -18,7 +18,7 @@ from tests.support.toys import Augmented, StatefulStream, Stream, classification
 from trainer_lib.data.loading.collators import default_data_collator
 from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.items import count_samples
-from trainer_lib.data.loading.iterable import IterableLoader
+from trainer_lib.data.loading.iterable import IterableLoader, Shares
 from trainer_lib.data.loading.loader import EvalLoader, TrainLoader, is_pure
 from trainer_lib.data.loading.order import BatchPlan, RandomOrder
 from trainer_lib.errors import ConfigError
@@ -238,9 +238,9 @@ def test_training_data_is_read_when_its_step_comes() -> None:
 def iterable(
     stream: Any, *, world: int = 1, rank: int = 0, workers: int = 0, drop_last: bool = False
 ) -> IterableLoader:
-    given: dict[str, Any] = {"global_batch": 4, "micro_batch": 2, "data_parallel_size": world, "rank": rank}
-    given |= {"collate": default_data_collator, "drop_last": drop_last, "options": {"num_workers": workers}}
-    return IterableLoader(stream, seed=3, **given)
+    given: dict[str, Any] = {"global_batch": 4, "micro_batch": 2, "data_parallel_size": world, "rank": rank, "seed": 3}
+    shares = Shares(stream, default_data_collator, **given)
+    return IterableLoader(shares, drop_last=drop_last, options={"num_workers": workers})
 
 
 def test_a_stream_is_shared_out_to_ranks_without_loss_and_ends_together() -> None:

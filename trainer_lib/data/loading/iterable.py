@@ -48,7 +48,7 @@ class Shares(IterableDataset[_Part]):
 
     def __init__(
         self,
-        stream: Any,
+        dataset: Any,
         collate: Callable[[list[Any]], Any],
         *,
         global_batch: int,
@@ -56,19 +56,20 @@ class Shares(IterableDataset[_Part]):
         data_parallel_size: int,
         rank: int,
         seed: int,
-        dummy_batches: bool,
+        dummy_batches: bool = True,
     ) -> None:
-        self.stream = stream
+        self.dataset = dataset
+        self.stream = with_own_position(dataset)
         self.collate = collate
         self.epoch = 0
         self.first_round = 0
         self.reads_all = False  # whether the rounds before `first_round` must be read first
         self.outside: torch.Tensor | None = None  # epoch and first round in shared memory, for persistent workers
-        self._global_batch = global_batch
+        self.global_batch = global_batch
         # A global batch that is smaller than a round of full micro-batches is divided evenly.
         self._micro = min(micro_batch, -(-global_batch // data_parallel_size))
         self.unit = data_parallel_size * self._micro  # samples of a round
-        self._rank = rank
+        self.rank = rank
         self._seed = seed
         self._dummy_batches = dummy_batches
 
@@ -77,7 +78,7 @@ class Shares(IterableDataset[_Part]):
         if worker is not None and self.outside is not None:  # this worker's copy may be of an earlier epoch
             epoch, self.first_round = self.outside.tolist()
             self.begin_epoch(epoch)
-        number, room = self.first_round, self._global_batch
+        number, room = self.first_round, self.global_batch
         samples = self._read_to_first_round() if self.reads_all else None
         while True:
             with keep_generators():
@@ -90,12 +91,12 @@ class Shares(IterableDataset[_Part]):
                 return
             yield part
             number += 1
-            room = room - len(unit) or self._global_batch  # a round never crosses the end of a global batch
+            room = room - len(unit) or self.global_batch  # a round never crosses the end of a global batch
 
     def _read_to_first_round(self) -> Iterator[Any]:
         """Read the stream up to the first round. Rounds are read under their own seeds, as in the interrupted run."""
         samples: Iterator[Any] | None = None
-        room = self._global_batch
+        room = self.global_batch
         with keep_generators():
             for start in range(0, self.first_round, _BLOCK):
                 numbers = np.arange(start, min(start + _BLOCK, self.first_round), dtype=np.uint64)
@@ -103,7 +104,7 @@ class Shares(IterableDataset[_Part]):
                     seed_generators(seed)
                     samples = iter(self.stream) if samples is None else samples
                     unit = itertools.islice(samples, min(room, self.unit))
-                    room = room - sum(1 for _ in unit) or self._global_batch
+                    room = room - sum(1 for _ in unit) or self.global_batch
         return iter(self.stream) if samples is None else samples
 
     def begin_epoch(self, epoch: int) -> None:
@@ -115,7 +116,7 @@ class Shares(IterableDataset[_Part]):
             generator.manual_seed(self._seed + epoch)
 
     def _collate_part(self, unit: list[Any], seed: int) -> _Part:
-        first = self._rank * self._micro
+        first = self.rank * self._micro
         share = unit[first : first + self._micro]
         if not share and not self._dummy_batches:
             return _Part(None, False, len(unit), 0)
@@ -136,34 +137,11 @@ class IterableLoader(DataLoader[Any]):
 
     in_dummy_batch = False
 
-    def __init__(
-        self,
-        dataset: Any,
-        *,
-        global_batch: int,
-        micro_batch: int,
-        data_parallel_size: int,
-        rank: int,
-        collate: Callable[[list[Any]], Any],
-        seed: int,
-        drop_last: bool,
-        options: Mapping[str, Any],
-        dummy_batches: bool = True,
-    ) -> None:
-        self.shares = Shares(
-            with_own_position(dataset),
-            collate,
-            global_batch=global_batch,
-            micro_batch=micro_batch,
-            data_parallel_size=data_parallel_size,
-            rank=rank,
-            seed=seed,
-            dummy_batches=dummy_batches,
-        )
+    def __init__(self, shares: Shares, *, drop_last: bool, options: Mapping[str, Any]) -> None:
+        dataset, global_batch = shares.dataset, shares.global_batch
+        self.shares = shares
         self.global_batch = global_batch
-        self.eval_batch_size = micro_batch
-        self._accumulation = -(-global_batch // self.shares.unit)
-        self._rank = rank
+        self._accumulation = -(-global_batch // shares.unit)
         self._drop_last = drop_last
         self.epoch_samples: int | None = len(dataset) if has_length(dataset) else None
         self.steps_per_epoch: int | None = None
@@ -179,7 +157,7 @@ class IterableLoader(DataLoader[Any]):
         settings = {"batch_size": None, "generator": torch.Generator().manual_seed(0), **options}
         self._reader: DataLoader[_Part] = DataLoader(self.shares, **settings)
         # To its users it is a loader of their own stream with their own collator.
-        super().__init__(dataset, collate_fn=collate, **settings)
+        super().__init__(dataset, collate_fn=shares.collate, **settings)
 
     @property
     def collate_fn(self) -> Any:
@@ -287,7 +265,7 @@ class IterableLoader(DataLoader[Any]):
         stream = self.shares.stream
         if state.get("dataset") is not None and callable(getattr(stream, "load_state_dict", None)):
             self._restored = state["dataset"]
-        elif step and self._rank == 0:
+        elif step and self.shares.rank == 0:
             what = _DATASET if has_complete_state(stream) else _BUFFERED
             batches = f"{step * self.global_batch:,} samples ({step * self._accumulation:,} batches)"
             _log.warning("%s: reading and discarding %s up to the position.", what, batches)

@@ -399,7 +399,6 @@ class EvalLoader(_SeededLoader):
     ) -> None:
         start, stop = rows or (0, len(dataset))
         self.rows = (start, stop)
-        self.eval_batch_size = batch_size
         self.rounds = -(-(stop - start) // (batch_size * data_parallel_size))
         # Rounds of all ranks: only in the last round may some ranks have fewer rows.
         ends = [(start + (number * data_parallel_size + rank) * batch_size) for number in range(self.rounds)]
