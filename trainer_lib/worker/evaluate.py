@@ -21,7 +21,6 @@ from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.base.suggestions import counted, suggestion
 from trainer_lib.data.rows.shards import ArrowSplit
-from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, Interrupted, Preempted, first_line
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.benchmarks import Suite
@@ -53,6 +52,7 @@ from trainer_lib.worker.process.assembly import (
     build_model,
     build_trainer,
     events_callback,
+    leave_together,
     load_weights,
 )
 from trainer_lib.worker.process.session import Work
@@ -206,8 +206,7 @@ def run(work: Work[EvaluateRequest]) -> EvaluateResult:
         data.history, data.build_first = _history(request.model_url), partial(build_model, work, args, data)
         extra, files = _afterwards(work, store, trainer.model, data)
         metrics |= {OVERALL: extra} if extra else {}
-    trainer._trainflow.comm.barrier()
-    distributed.shutdown()
+    leave_together(trainer)
     if work.rank == 0:  # the other ranks end meanwhile, so benchmarks may take longer than a rank waits
         if request.benchmarks:
             suite = _suite(work, args, data)

@@ -8,14 +8,20 @@ from __future__ import annotations
 
 from trainer_lib.checkpoint.values import restore_rng
 from trainer_lib.data.rows.shards import ArrowSplit
-from trainer_lib.distributed import communicator as distributed
 from trainer_lib.protocol.requests import CheckpointMetrics, EvaluateCheckpointRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 from trainer_lib.trackers.vendors import numbers_only
 from trainer_lib.trainer.model.seeding import restore_seeds
-from trainer_lib.worker.process.assembly import add_metrics, arguments, build_model, build_trainer, events_callback
+from trainer_lib.worker.process.assembly import (
+    add_metrics,
+    arguments,
+    build_model,
+    build_trainer,
+    events_callback,
+    leave_together,
+)
 from trainer_lib.worker.process.session import Work
 
 # What an evaluation logs besides its metrics.
@@ -52,6 +58,5 @@ def run(work: Work[EvaluateCheckpointRequest]) -> CheckpointMetrics:
     step = trainer.state.global_step
     work.events.emit("progress", message=f"evaluating the checkpoint of step {step}")
     metrics = trainer.evaluate()
-    internals.comm.barrier()
-    distributed.shutdown()
+    leave_together(trainer)
     return CheckpointMetrics(step, numbers_only(metrics))

@@ -13,7 +13,6 @@ from trainer_lib.data.rows.given_rows import in_order, longest_first, require_co
 from trainer_lib.data.rows.parts import SplitParts
 from trainer_lib.data.rows.predictions import write_split_predictions
 from trainer_lib.data.rows.shards import ArrowSplit
-from trainer_lib.distributed import communicator as distributed
 from trainer_lib.evaluation import nested
 from trainer_lib.evaluation.evaluation_loop import stream_predictions
 from trainer_lib.evaluation.prediction_spool import PredictionSpool
@@ -21,7 +20,7 @@ from trainer_lib.locks.shared_parts import SharedParts
 from trainer_lib.protocol.requests import PartsResult, PredictRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
-from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, load_weights
+from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, leave_together, load_weights
 from trainer_lib.worker.process.session import Pace, Work
 
 
@@ -56,8 +55,7 @@ def run(work: Work[PredictRequest]) -> PartsResult:
                 if shared.is_ours(part):  # else another worker took it for lost, and writes the same
                     write_split_predictions(parts, part, split.row_ids(start, stop), columns, split=split.name)
             written, rows = written + 1, rows + stop - start
-    trainer._trainflow.comm.barrier()
-    distributed.shutdown()
+    leave_together(trainer)
     return PartsResult(written, rows)
 
 

@@ -87,14 +87,13 @@ def _run_parts(work: Work[PrepareRequest]) -> PrepareResult:
     """Carry out the step that the request names, or all of them."""
     step, store = work.request.step, Store.open(work.request.output, field="storage")
     if step in ("all", "list"):
-        listed = _list(work, store)
-        _parts_of(work, store, listed).forget_damaged(digests=False)  # `_finish` reads the files
+        job = _Sources(work, store, _list(work, store))
+        job.parts.forget_damaged(digests=False)  # `finish` reads the files
     else:
-        listed = parse_json(store.read_bytes(SOURCES, limit=_LIMIT))
-    parts = _parts_of(work, store, listed)
+        job = _Sources(work, store, parse_json(store.read_bytes(SOURCES, limit=_LIMIT)))
     if step in ("all", "parts"):
-        _write_parts(work, store, listed["sources"], parts)
-    return _finish(work, store, listed, parts) if step in ("all", "finish") else PrepareResult((), {}, {})
+        job.write_parts()
+    return job.finish() if step in ("all", "finish") else PrepareResult((), {}, {})
 
 
 def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
@@ -111,171 +110,149 @@ def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
     return listed
 
 
-def _parts_of(work: Work[PrepareRequest], store: Store, listed: dict[str, Any]) -> SourceParts:
-    request = work.request
-    common = {"shard_rows": request.shard_rows, "allow_nan": request.allow_nan, "limit": request.limit}
-    sources = listed["sources"]
-
-    def settings(part: int) -> dict[str, Any]:
-        return {"source": sources[part], **common} if part < len(sources) else {}  # {}: of an earlier, longer list
-
-    return SourceParts(store, settings, listed["command"])
+_Firsts = dict[str, tuple[int, dict[str, str]]]
+"""By split, the first part that has rows of it, and its columns."""
 
 
-def _write_parts(work: Work[PrepareRequest], store: Store, sources: list[Any], parts: SourceParts) -> None:
-    report = _Report(work, len(sources))
-    firsts = dict[str, tuple[int, dict[str, str]]]()
-    with SharedParts(store, parts, total=len(sources)) as shared:
-        for part in shared:
-            files, splits = _write_part(work, store, part, sources[part], report)
-            if shared.is_ours(part):  # else another worker took it for lost, and writes the same
-                _compare_columns(parts, sources, firsts, part, splits)
-                parts.write(part, files, splits)
+class _Sources:
+    """The sources that a recipe has listed, and the parts that become of them. Progress is reported twice a second."""
 
+    def __init__(self, work: Work[PrepareRequest], store: Store, listed: dict[str, Any]) -> None:
+        self._work, self._request, self._store, self._listed = work, work.request, store, listed
+        self._sources: list[Any] = listed["sources"]
+        self._pace, self._rows, self._rows_before = Pace(), 0, 0
+        self.parts = SourceParts(store, self._settings, listed["command"])
 
-def _compare_columns(
-    parts: SourceParts,
-    sources: list[Any],
-    firsts: dict[str, tuple[int, dict[str, str]]],
-    part: int,
-    splits: dict[str, Any],
-) -> None:
-    """Compare the columns of a part with those of the first one that has rows, by split, which `firsts` keeps.
+    def _settings(self, part: int) -> dict[str, Any]:
+        if part >= len(self._sources):  # of an earlier, longer list
+            return {}
+        request = self._request
+        common = {"shard_rows": request.shard_rows, "allow_nan": request.allow_nan, "limit": request.limit}
+        return {"source": self._sources[part], **common}
 
-    Raises:
-        DataError: they differ. Either source may be mended, so neither part is finished any more.
-    """
-    for name, split in splits.items():
-        if not split["rows"]:
-            continue
-        first, expected = firsts.setdefault(name, (part, split["columns"]))
+    def write_parts(self) -> None:
+        """Write the parts that no other worker takes."""
+        firsts, self._rows = _Firsts(), 0
+        with SharedParts(self._store, self.parts, total=len(self._sources)) as shared:
+            for part in shared:
+                files, splits = self._write_part(part)
+                if shared.is_ours(part):  # else another worker took it for lost, and writes the same
+                    self._compare_columns(firsts, part, splits)
+                    self.parts.write(part, files, splits)
+
+    def _compare_columns(self, firsts: _Firsts, part: int, splits: dict[str, Any]) -> None:
+        """Compare the columns of a part with those of the first one that has rows.
+
+        Raises:
+            DataError: they differ. Either source may be mended, so neither part is finished any more.
+        """
+        shown = _shown(self._sources[part])
+        for name, split in splits.items():
+            if not split["rows"]:
+                continue
+            first, expected = firsts.setdefault(name, (part, split["columns"]))
+            try:
+                check_columns(name, _shown(self._sources[first]), expected, shown, split["columns"])
+            except DataError:
+                self.parts.forget(first)
+                self.parts.forget(part)
+                raise
+
+    def _write_part(self, part: int) -> tuple[list[FileEntry], dict[str, Any]]:
+        request, source = self._request, self._sources[part]
+        shown, total = _shown(source), len(self._sources)
+        files, splits = list[FileEntry](), dict[str, Any]()
+
+        def report(rows: int) -> None:
+            self._rows = self._rows_before + rows
+            if self._pace.is_due():
+                message = f"source {part + 1:,} of {total:,}, {counted(self._rows, 'row')}"
+                place = {"step": part + 1, "max_steps": total, "rows": self._rows}
+                self._work.events.emit("progress", **place, message=message)
+
         try:
-            check_columns(name, _shown(sources[first]), expected, _shown(sources[part]), split["columns"])
-        except DataError:
-            parts.forget(first)
-            parts.forget(part)
+            for split, rows in self._work.recipe.prepare_shard(source, request.recipe_options()).items():
+                self._rows_before = self._rows
+                splits[split], written = write_rows(
+                    self._store,
+                    part,
+                    split,
+                    itertools.islice(rows, request.limit),
+                    source=shown,
+                    shard_rows=request.shard_rows,
+                    allow_nan=request.allow_nan,
+                    on_rows=report,
+                )
+                files += written
+        except TrainflowError as error:
+            if (vanished := vanished_source(error, shown)) is not None:
+                raise vanished from error
+            if f"source '{shown}" not in error.message:
+                error.message = f"{error.message} (source {shown})"
             raise
+        return files, splits
 
-
-def _write_part(
-    work: Work[PrepareRequest], store: Store, part: int, source: Any, report: _Report
-) -> tuple[list[FileEntry], dict[str, Any]]:
-    request = work.request
-    shown = _shown(source)
-    files, splits = list[FileEntry](), dict[str, Any]()
-    try:
-        for split, rows in work.recipe.prepare_shard(source, request.recipe_options()).items():
-            report.begin(part)
-            splits[split], written = write_rows(
-                store,
-                part,
-                split,
-                itertools.islice(rows, request.limit),
-                source=shown,
-                shard_rows=request.shard_rows,
-                allow_nan=request.allow_nan,
-                on_rows=report.rows,
+    def finish(self) -> PrepareResult:
+        """Make the splits of all parts, in the order of the sources."""
+        work, sources, listed = self._work, self._sources, self._listed
+        found, lost = self._put_together(verify=True)
+        if lost:
+            what = "A source is" if len(lost) == 1 else f"{len(lost):,} sources are"
+            message = f"{what} prepared again: files were damaged after they had been written."
+            work.events.emit("warning", message=message)
+            self.write_parts()
+            found, lost = self._put_together(verify=False)
+        if lost:
+            what = "A part is missing although it was finished."
+            raise DataError(what, field=self._store.url, value=_shown(sources[lost[0]]))
+        _check_empty(found)
+        repeated = _check_ids(self._store, found)
+        statistics = {name: split.statistics for name, split in found.items()}
+        written = (json.dumps(statistics, indent=1, sort_keys=True) + "\n").encode()
+        described = self._store.write_bytes(STATISTICS, written)
+        splits = {
+            name: PreparedSplit(
+                rows=split.rows,
+                shards=tuple(entry.path for entry in split.files),
+                columns=split.columns,
+                lengths=tuple(split.lengths),
             )
-            files += written
-    except TrainflowError as error:
-        if (vanished := vanished_source(error, shown)) is not None:
-            raise vanished from error
-        if f"source '{shown}" not in error.message:
-            error.message = f"{error.message} (source {shown})"
-        raise
-    return files, splits
+            for name, split in found.items()
+        }
+        data = [entry for split in found.values() for entry in split.files]
+        files = (*data, *(FileEntry(**entry) for entry in listed["files"]), described)
+        if len(files) >= MOST_FILES:  # data.json comes with them
+            raise DataError(
+                f"Prepared data has up to {MOST_FILES:,} files, and its sources made {len(files):,}.",
+                field="prepare_shard",
+                value=f"{counted(len(sources), 'source')} with {counted(len(found), 'split')}",
+                remedy="Let one source stand for several files or, where a source makes several files, raise "
+                "prepare.shard_rows.",
+            )
+        unusual = describe_unusual(statistics, {name: split.columns for name, split in found.items()}, listed["info"])
+        warnings = (*describe_hidden(self._request.sources), *repeated, *unusual)
+        for message in warnings:
+            work.events.emit("warning", message=message)
+        return PrepareResult(files, splits, listed["info"], warnings)
 
-
-class _Report:
-    """Progress of one worker, twice a second at the most."""
-
-    def __init__(self, work: Work[PrepareRequest], total: int) -> None:
-        self._events = work.events
-        self._total = total
-        self._part = self._before = self._now = 0
-        self._pace = Pace()
-
-    def begin(self, part: int) -> None:
-        """Begin with a split of a part."""
-        self._before, self._now, self._part = self._before + self._now, 0, part
-
-    def put_together(self, part: int) -> None:
-        """Note that this part is put together with those before it."""
-        if self._pace.is_due():
-            message = f"source {part + 1:,} of {self._total:,} is put together with the others"
-            self._events.emit("progress", message=message)
-
-    def rows(self, count: int) -> None:
-        """Note the rows of this split so far."""
-        self._now = count
-        if self._pace.is_due():
-            rows = self._before + count
-            message = f"source {self._part + 1:,} of {self._total:,}, {counted(rows, 'row')}"
-            self._events.emit("progress", step=self._part + 1, max_steps=self._total, rows=rows, message=message)
-
-
-def _finish(work: Work[PrepareRequest], store: Store, listed: dict[str, Any], parts: SourceParts) -> PrepareResult:
-    """Make the splits of all parts, in the order of the sources."""
-    sources = listed["sources"]
-    found, lost = _put_together(work, sources, parts, verify=True)
-    if lost:
-        what = "A source is" if len(lost) == 1 else f"{len(lost):,} sources are"
-        message = f"{what} prepared again: files were damaged after they had been written."
-        work.events.emit("warning", message=message)
-        _write_parts(work, store, sources, parts)
-        found, lost = _put_together(work, sources, parts, verify=False)
-    if lost:
-        what = "A part is missing although it was finished."
-        raise DataError(what, field=store.url, value=_shown(sources[lost[0]]))
-    _check_empty(found)
-    repeated = _check_ids(store, found)
-    statistics = {name: split.statistics for name, split in found.items()}
-    described = store.write_bytes(STATISTICS, (json.dumps(statistics, indent=1, sort_keys=True) + "\n").encode())
-    splits = {
-        name: PreparedSplit(
-            rows=split.rows,
-            shards=tuple(entry.path for entry in split.files),
-            columns=split.columns,
-            lengths=tuple(split.lengths),
-        )
-        for name, split in found.items()
-    }
-    data = [entry for split in found.values() for entry in split.files]
-    files = (*data, *(FileEntry(**entry) for entry in listed["files"]), described)
-    if len(files) >= MOST_FILES:  # data.json comes with them
-        raise DataError(
-            f"Prepared data has up to {MOST_FILES:,} files, and its sources made {len(files):,}.",
-            field="prepare_shard",
-            value=f"{counted(len(sources), 'source')} with {counted(len(found), 'split')}",
-            remedy="Let one source stand for several files or, where a source makes several files, raise "
-            "prepare.shard_rows.",
-        )
-    unusual = describe_unusual(statistics, {name: split.columns for name, split in found.items()}, listed["info"])
-    warnings = (*describe_hidden(work.request.sources), *repeated, *unusual)
-    for message in warnings:
-        work.events.emit("warning", message=message)
-    return PrepareResult(files, splits, listed["info"], warnings)
-
-
-def _put_together(
-    work: Work[PrepareRequest], sources: list[Any], parts: SourceParts, *, verify: bool
-) -> tuple[dict[str, SplitOfParts], list[int]]:
-    """The splits, and the numbers of the parts that are missing or damaged: the splits are whole if there are none."""
-    found, lost = dict[str, SplitOfParts](), list[int]()
-    firsts = dict[str, tuple[int, dict[str, str]]]()
-    report, expected = _Report(work, len(sources)), 0
-    for number, part in parts.read_all(verify=verify):
-        report.put_together(number)
-        lost += range(expected, number if part is not None else number + 1)
-        expected = number + 1
-        if lost or part is None:
-            continue
-        _compare_columns(parts, sources, firsts, number, part.notes["splits"])
-        files = iter(part.files)
-        for name, split in part.notes["splits"].items():
-            own = itertools.islice(files, len(split["lengths"]))
-            found.setdefault(name, SplitOfParts()).add(split, own)
-    return found, [*lost, *range(expected, len(sources))]
+    def _put_together(self, *, verify: bool) -> tuple[dict[str, SplitOfParts], list[int]]:
+        """The splits, and the numbers of the parts that are missing or damaged: the splits are whole without any."""
+        found, lost, firsts = dict[str, SplitOfParts](), list[int](), _Firsts()
+        total, expected = len(self._sources), 0
+        for number, part in self.parts.read_all(verify=verify):
+            if self._pace.is_due():
+                message = f"source {number + 1:,} of {total:,} is put together with the others"
+                self._work.events.emit("progress", message=message)
+            lost += range(expected, number if part is not None else number + 1)
+            expected = number + 1
+            if lost or part is None:
+                continue
+            self._compare_columns(firsts, number, part.notes["splits"])
+            files = iter(part.files)
+            for name, split in part.notes["splits"].items():
+                own = itertools.islice(files, len(split["lengths"]))
+                found.setdefault(name, SplitOfParts()).add(split, own)
+        return found, [*lost, *range(expected, total)]
 
 
 def _check_empty(found: dict[str, SplitOfParts]) -> None:

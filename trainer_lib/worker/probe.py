@@ -12,12 +12,11 @@ from trainer_lib.base.memory import read_peak_bytes
 from trainer_lib.callbacks.base import TrainerCallback
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.rows.shards import ArrowSplit
-from trainer_lib.distributed import communicator as distributed
 from trainer_lib.protocol.footprint import Probe
 from trainer_lib.protocol.requests import ProbeRequest
 from trainer_lib.recipes import DataInfo
 from trainer_lib.storage import Store
-from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer
+from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, leave_together
 from trainer_lib.worker.process.session import Work
 
 WARM_UP = 3
@@ -59,11 +58,9 @@ def run(work: Work[ProbeRequest]) -> Probe | None:
     train_set = ArrowSplit(work.prepared, request.train_split)
     trainer = build_trainer(work, args, model, [clock], train_dataset=train_set, eval_dataset=rows)
     trainer.train()
-    comm = trainer._trainflow.comm
-    peaks = comm.gather_json(read_peak_bytes(trainer._trainflow.world.device))
+    peaks = trainer._trainflow.comm.gather_json(read_peak_bytes(trainer._trainflow.world.device))
     result = _result(clock, 0 if rows is None else len(rows), max(peaks), output, args) if work.rank == 0 else None
-    comm.barrier()
-    distributed.shutdown()
+    leave_together(trainer)
     return result
 
 

@@ -31,7 +31,6 @@ from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.data.loading.mixture_order import MixtureOrder
 from trainer_lib.data.rows.mixture import INFO
 from trainer_lib.data.rows.shards import ArrowSplit
-from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, Preempted, PreemptedByNotice, StorageError
 from trainer_lib.protocol.requests import MIXTURE_CHANGE, Preemption, TrainRequest, TrainResult
 from trainer_lib.recipes import DataInfo
@@ -44,6 +43,7 @@ from trainer_lib.worker.process.assembly import (
     build_model,
     build_trainer,
     events_callback,
+    leave_together,
 )
 from trainer_lib.worker.process.session import Work
 
@@ -317,8 +317,7 @@ def run(work: Work[TrainRequest]) -> TrainResult | None:
             mixture=tuple(changes.made),
             mfu=mfu,
         )
-    trainer._trainflow.comm.barrier()
-    distributed.shutdown()
+    leave_together(trainer)
     return result
 
 

@@ -25,6 +25,7 @@ from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.checkpoint.transformers_checkpoint import load_adapter
 from trainer_lib.data.loading.collators import StoredRowsCollator, default_data_collator
 from trainer_lib.data.loading.loader import has_length
+from trainer_lib.distributed.communicator import shutdown
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.evaluation.metrics import NamedMetrics, is_metric_object
 from trainer_lib.hub.base import ADAPTER
@@ -188,6 +189,12 @@ def load_tensors(model: nn.Module, tensors: Mapping[str, Tensor], url: str) -> N
 def _other_model(url: str, what: str) -> DamagedError:
     remedy = "Train again (--force train): the model or its options differ from what was exported."
     return DamagedError(f"The weights do not fit this model ({what}).", field="model", value=url, remedy=remedy)
+
+
+def leave_together(trainer: Any) -> None:
+    """End the communication of this rank once all ranks have come here. Collective."""
+    trainer._trainflow.comm.barrier()
+    shutdown()
 
 
 _SHOWN = 300  # entries of an earlier attempt's log that a resumed one reports again
