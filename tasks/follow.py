@@ -298,16 +298,11 @@ def check_settings(config: TrainConfig, context: StageContext) -> Standard:
 
 
 class Follower:
-    """Evaluates what is due, and logs it to the MLflow run `points`, if there is one.
-
-    Attributes:
-        best: the best checkpoint that is still there, as far as this process knows.
-        damaged: the failures of checkpoints that cannot be evaluated because they are damaged.
-    """
+    """Evaluates what is due, and logs it to the MLflow run `points`, if there is one."""
 
     def __init__(self, job: Job, standard: Standard, points: RunPoints | None, listener: Listener) -> None:
-        self.best: Evaluation | None = None
-        self.damaged: list[DamagedError] = []
+        self.best: Evaluation | None = None  # the best checkpoint that is still there, as far as this process knows
+        self.damaged: list[DamagedError] = []  # the failures of damaged checkpoints, which cannot be evaluated
         self._job = job
         self._standard = standard
         self._points = points

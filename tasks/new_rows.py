@@ -64,19 +64,12 @@ class NewRowsFacts(StageFacts, stage=STAGE):
 
 @dataclass(frozen=True, kw_only=True)
 class NewRows(RowSettings):
-    """A prediction that was asked for.
+    """A prediction that was asked for."""
 
-    Attributes:
-        model: address of the model.
-        data: paths, URLs, folders and patterns of the files with the rows.
-        to: folder or URL of the predictions; None: `predictions/<key>` in the working directory.
-        trust: SHA-256 of the model's code that was read; True: trust whatever code it has.
-    """
-
-    model: str
-    data: Sequence[str]
-    to: str | None = None
-    trust: bool | str = False
+    model: str  # address of the model
+    data: Sequence[str]  # paths, URLs, folders and patterns of the files with the rows
+    to: str | None = None  # folder or URL of the predictions; None: `predictions/<key>` in the working directory
+    trust: bool | str = False  # SHA-256 of the model's code that was read; True: trust whatever code it has
 
 
 @dataclass(frozen=True)
@@ -185,21 +178,14 @@ class RowsJob:
 def predict_new_rows(
     job: RowsJob,
     *,
-    on_line: Callable[[str], None],
-    on_event: Callable[[dict[str, Any]], None],
+    on_line: Callable[[str], None],  # called with what the workers print
+    on_event: Callable[[dict[str, Any]], None],  # called with what they report
     workers: Sequence[LaunchConfig] = (LaunchConfig(kind="process", processes=1),),
 ) -> tuple[StageManifest[NewRowsFacts], bool]:
-    """Predict the rows, unless that is done; what an earlier run finished is kept.
+    """Predict the rows, unless that is done; return the manifest, and whether the predictions were there already.
 
-    Where another process predicts these rows already, on this machine or another one, our workers take parts as its own
-    do; one of the two commits.
-
-    Args:
-        on_line, on_event: called with what the workers print and report.
-        workers: how each worker is started.
-
-    Returns:
-        The manifest, and whether the predictions were there already.
+    What an earlier run finished is kept. Where another process predicts these rows already, on this machine or another
+    one, our workers take parts as its own do; one of the two commits.
 
     Raises:
         ConfigError: the folder holds other things. DataError: more rows are bad than allowed. TrainflowError: the typed

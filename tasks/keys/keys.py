@@ -70,8 +70,7 @@ def metric_packages(calls: Iterable[MetricCall]) -> dict[str, str]:
 def refuse_project_modules(calls: Iterable[MetricCall], folders: Iterable[Path]) -> None:
     """Raise ConfigError for a metric of the project's own code, which no key of evaluate would follow.
 
-    Args:
-        folders: where imports of the project start.
+    `folders`: where imports of the project start.
     """
     places = list(folders)
     for call in calls:

@@ -54,10 +54,6 @@ class StageProgress:
     """One attempt's events and lines: published, logged to the Prefect run, and drawn as its progress artifact.
 
     Outside of a Prefect run only the listeners receive them. An unreachable Prefect server never holds the work up.
-
-    Attributes:
-        times: where the attempt's time went, as its worker reported last ("spent"), and at its newest save ("kept");
-            the seconds for which it waited for devices ("waited").
     """
 
     def __init__(self, stage: str) -> None:
@@ -65,6 +61,8 @@ class StageProgress:
         self._logger = _run_logger()
         self._link = RunLink.of_context(stage)
         self._shown: Event = {}
+        # Where the attempt's time went, as its worker reported last ("spent"), and at its newest save ("kept"); the
+        # seconds for which it waited for devices ("waited").
         self.times: dict[str, Any] = {}
 
     def is_cancelled(self) -> bool:

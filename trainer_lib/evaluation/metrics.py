@@ -153,17 +153,11 @@ _NAMES = "y_true and y_pred, target and preds, or references and predictions"
 
 @dataclass(frozen=True)
 class Outputs:
-    """The inputs of metrics.
+    """The inputs of metrics."""
 
-    Attributes:
-        labels: whole ones ``[rows]``, or numbers ``[rows]``.
-        scores: of the classes ``[rows, classes]``; None: the outputs are numbers.
-        numbers: the outputs ``[rows]``; None: they are scores.
-    """
-
-    labels: np.ndarray
-    scores: np.ndarray | None = None
-    numbers: np.ndarray | None = None
+    labels: np.ndarray  # whole ones [rows], or numbers [rows]
+    scores: np.ndarray | None = None  # of the classes [rows, classes]; None: the outputs are numbers
+    numbers: np.ndarray | None = None  # the outputs [rows]; None: they are scores
 
     def give(self, what: str, *, single: bool) -> np.ndarray:
         """The predictions as a metric gets them: ``[rows]``, or ``[rows, classes]`` of probabilities and scores.

@@ -25,16 +25,12 @@ _NORMAL = NormalDist()
 
 
 class Remembered:
-    """A `compute_metrics` that keeps what it was given last; `seed`: hexadecimal digits that the rows decide.
-
-    Attributes:
-        given: predictions and labels, trees of arrays ``[rows, …]``; None before the first call.
-    """
+    """A `compute_metrics` that keeps what it was given last; `seed`: hexadecimal digits that the rows decide."""
 
     def __init__(self, compute_metrics: Callable[..., Any], seed: str = "0") -> None:
         self.compute = compute_metrics
         self.seed = seed
-        self.given: EvalPrediction | None = None
+        self.given: EvalPrediction | None = None  # trees of arrays [rows, …]; None before the first call
 
     def __call__(self, p: EvalPrediction, **more: Any) -> Any:
         """Call the function."""

@@ -205,9 +205,6 @@ class MixtureChanges(TrainerCallback):
     """Takes weights that were changed while training, as `trainflow mix` writes them, where a save is due.
 
     The save has the change, so a training that is killed continues with it, or makes it at its next save.
-
-    Attributes:
-        made: the changes, `step` and `weights` of each; set when training ends.
     """
 
     def __init__(self, work: Work[TrainRequest], trainer: Trainer) -> None:
@@ -215,7 +212,7 @@ class MixtureChanges(TrainerCallback):
         self._trainer = trainer
         self._store = Store.open(work.request.output, field="storage")
         self._refused = ""
-        self.made: list[dict[str, Any]] = []
+        self.made: list[dict[str, Any]] = []  # the changes, with `step` and `weights`; set when training ends
         if INFO in work.request.data.info:
             trainer.add_callback(self)
 

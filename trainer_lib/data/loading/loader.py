@@ -182,15 +182,13 @@ def _find_batch_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
 class Micro(NamedTuple):
     """A micro-batch for the model.
 
-    Attributes:
-        real: False for a dummy batch: other ranks have samples in this micro-step and this one has none, so it computes
-            one sample at weight zero to take part in the collectives.
-        samples: what the collator was given; None when unknown.
+    A dummy batch is not real: other ranks have samples in this micro-step and this one has none, so it computes one
+    sample at weight zero to take part in the collectives.
     """
 
     batch: Any
     real: bool
-    samples: int | None = None
+    samples: int | None = None  # what the collator was given; None when unknown
 
 
 TrainSource: TypeAlias = "TrainLoader | IterableLoader | ForeignLoader"
@@ -373,17 +371,11 @@ class EvalLoader(_SeededLoader):
 
     Round b covers rows [b*size*batch, (b+1)*size*batch), where `size` is the number of data-parallel ranks. Each rank
     reads its slice; in the last round it may have none.
-
-    Attributes:
-        rounds: number of rounds, equal on every rank; this rank may have one batch fewer.
-        rows: the rows [start, stop) of the dataset that all ranks read together.
-        slices: the rows [start, stop) of this rank's batches.
-        equal_rounds: a rank without rows in the last round gets a dummy batch there, for a loop that communicates.
-        in_dummy_batch: whether the batch that iteration gave last is a dummy.
     """
 
+    # A rank without rows in the last round gets a dummy batch there, for a loop that communicates.
     equal_rounds = False
-    in_dummy_batch = False
+    in_dummy_batch = False  # whether the batch that iteration gave last is one
 
     def __init__(
         self,
@@ -398,10 +390,12 @@ class EvalLoader(_SeededLoader):
         rows: tuple[int, int] | None = None,
     ) -> None:
         start, stop = rows or (0, len(dataset))
-        self.rows = (start, stop)
+        self.rows = (start, stop)  # of the dataset, which all ranks read together
+        # Equal on every rank; this one may have one batch fewer.
         self.rounds = -(-(stop - start) // (batch_size * data_parallel_size))
         # Rounds of all ranks: only in the last round may some ranks have fewer rows.
         ends = [(start + (number * data_parallel_size + rank) * batch_size) for number in range(self.rounds)]
+        # The rows [start, stop) of this rank's batches.
         self.slices = [(at, min(at + batch_size, stop)) for at in ends if at < stop]
         super().__init__(Fetch(dataset, collate, seed), _RowSampler(self.slices), options)
 

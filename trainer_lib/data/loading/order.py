@@ -241,17 +241,11 @@ class OrderSampler(torch.utils.data.Sampler[int]):
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The division of an epoch into steps, micro-batches and the shares of ranks.
+    """The division of an epoch into steps, micro-batches and the shares of ranks."""
 
-    Attributes:
-        num_samples: samples of an epoch that are trained on, without a dropped last global batch.
-        global_batch: samples per step; the last step of an epoch may have fewer.
-        micro_batch: samples that a rank computes at once, at most.
-    """
-
-    num_samples: int
-    global_batch: int
-    micro_batch: int
+    num_samples: int  # of an epoch that are trained on, without a dropped last global batch
+    global_batch: int  # samples per step; the last step of an epoch may have fewer
+    micro_batch: int  # samples that a rank computes at once, at most
     data_parallel_size: int
     rank: int
 

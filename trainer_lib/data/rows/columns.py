@@ -43,12 +43,7 @@ def _arrow_type(column: Column) -> pa.DataType:
 
 
 class Schema:
-    """The columns of a split.
-
-    Args:
-        columns: name -> column, in order.
-        split: name of the split, for errors.
-    """
+    """The columns of a split by name, in order; the split's name is for errors."""
 
     def __init__(self, columns: Mapping[str, Column], split: str) -> None:
         self.columns = dict(columns)
@@ -89,8 +84,7 @@ class Schema:
     ) -> pa.RecordBatch:
         """Convert `rows`, numbered from `first_row`, to a record batch ``[rows]``. Raises DataError for other types.
 
-        Args:
-            first_id: of the ids that rows without one of their own get; None: `first_row`.
+        Rows without ids of their own get ids from `first_id` on; None: from `first_row` on.
         """
         lowest = first_row if first_id is None else first_id
         for index, row in enumerate(rows):

@@ -275,13 +275,9 @@ def _length(value: Any) -> float:
 
 
 def in_order(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
-    """Results ``[rows, …]`` by the rows' own order.
+    """Results ``[rows, …]`` by the rows' own order. Raises DataError if there is not one for each row.
 
-    Args:
-        order: the places that they have among the rows.
-
-    Raises:
-        DataError: there is not one for each row.
+    `order`: the places that they have among the rows.
     """
     if len(array) != len(order):
         values, rows = counted(len(array), "value"), counted(len(order), "row")

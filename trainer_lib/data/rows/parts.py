@@ -39,12 +39,9 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The finished parts of one job.
+    """The finished parts of the job in a folder; their records are in `folder` below that of all records.
 
-    Args:
-        store: the job's folder.
-        folder: of these records, below the folder of all.
-        settings: what a part is written from, by its number: a part that was written from other settings is not it.
+    `settings`: what a part is written from, by its number: a part that was written from other settings is not it.
     """
 
     def __init__(self, store: Store, folder: str, settings: Callable[[int], Mapping[str, Any]]) -> None:
@@ -141,11 +138,7 @@ def _path(part: int) -> str:
 class NumberedParts(Parts):
     """Parts of a file each, such as ``<folder>/part-00007.<ending>`` for part 7.
 
-    Args:
-        store: the job's folder.
-        folder: of the files, below the job's.
-        name: of the files, with a place for the number.
-        settings: what a part is written from, by its number.
+    `folder` is that of the files, below the job's, and `name` is theirs, with a place for the number.
     """
 
     def __init__(self, store: Store, folder: str, name: str, settings: Callable[[int], Mapping[str, Any]]) -> None:
@@ -165,15 +158,7 @@ class NumberedParts(Parts):
 
 
 class SplitParts(NumberedParts):
-    """The files with a split's predictions below a stage's folder.
-
-    Args:
-        rows: of the split.
-        rows_per_file: of each but the last.
-
-    Attributes:
-        total: the number of parts.
-    """
+    """The files with the predictions of a split's `rows` below a stage's folder, `total` in number."""
 
     def __init__(self, store: Store, split: str, *, rows: int, rows_per_file: int) -> None:
         folder, name = f"{FOLDER}/{split}", "part-{:05d}.parquet"

@@ -29,10 +29,7 @@ def write_split_predictions(
 ) -> FileEntry:
     """Write a part of a split's predictions.
 
-    Args:
-        row_ids: int64 or texts ``[rows]``.
-        columns: name -> one value per row, such as an array ``[rows, …]``.
-        split: name of the split, for errors.
+    `row_ids` are int64 or texts ``[rows]``, and columns have one value per row, such as an array ``[rows, …]``.
 
     Raises:
         DataError: a column is called row_id, cannot be stored, or has another number of rows.
@@ -46,21 +43,15 @@ def write_split_predictions(
 def write_row_predictions(
     parts: NumberedParts,
     part: int,
-    row_ids: Sequence[int | str | None],
-    columns: Mapping[str, Values],
-    notes: Mapping[str, Any],
+    row_ids: Sequence[int | str | None],  # [rows], all of one type; None: the id of a bad row is not known
+    columns: Mapping[str, Values],  # name -> one value per good row, such as an array [rows, …]
+    notes: Mapping[str, Any],  # what the process that commits the parts has to know
     *,
-    text_ids: bool,
+    text_ids: bool,  # the ids are texts, not integers
+    # [rows], a text for a bad row and None for a good one, as a column; None: no such column.
     errors: Sequence[str | None] | None = None,
 ) -> FileEntry:
     """Write a part of the predictions of new rows, as Parquet or lines of JSON by the ending of its name.
-
-    Args:
-        row_ids: ``[rows]``, all of one type; None: the id of a bad row is not known.
-        columns: name -> one value per good row, such as an array ``[rows, …]``.
-        notes: what the process that commits the parts has to know.
-        text_ids: the ids are texts, not integers.
-        errors: ``[rows]``, a text for a bad row and None for a good one, as a column; None: no such column.
 
     Raises:
         DataError: a column is called row_id or error, cannot be stored, or has another number of rows.
@@ -117,13 +108,9 @@ def _read(store: Store, path: str) -> pa.Table:
 
 
 def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:
-    """Build the table of predicted rows.
+    """Build the table of so many predicted rows, of columns with one value per row, such as an array ``[rows, …]``.
 
-    Args:
-        row_ids: the ids of the rows.
-        columns: name -> one value per row, such as an array ``[rows, …]``.
-        rows: the number of rows.
-        of: what is predicted, for errors.
+    `of` is what is predicted, for errors.
 
     Raises:
         DataError: a column is called row_id, cannot be stored, or has another number of rows.

@@ -97,9 +97,7 @@ class Reading:
     def open_csv(self, stream: Any, file: RowFile, usual: str, notes: list[str]) -> Iterator[tuple[int, list[str]]]:
         """The values of lines behind their numbers, that with the names first; `usual` is the usual separator.
 
-        Args:
-            stream: a buffered stream of bytes.
-            notes: gets a sentence where the form is unusual.
+        The stream is one of bytes, and buffered; `notes` gets a sentence where the form is unusual.
         """
         encoding, separator, skipped, is_spaced = self._find_form(stream.peek(), usual)
         unusual = [] if encoding == "utf-8-sig" else [f"the encoding {encoding}"]

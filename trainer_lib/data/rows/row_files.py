@@ -74,26 +74,16 @@ Raw = tuple[int | None, Callable[[], Any]]
 
 
 class OpenFile:
-    """One file while it is read.
-
-    Args:
-        file: the file.
-        notes: gets a sentence where the form of a CSV file is unusual, with its first row.
-        reading: how it is written.
-
-    Attributes:
-        is_at_end: whether every row was read.
-        has_texts: whether all values are texts, whatever they stand for.
-        is_json: whether rows are objects of JSON.
-    """
+    """One file while it is read; `notes` gets a sentence where the form of a CSV file is unusual, and its first row."""
 
     def __init__(self, file: RowFile, notes: list[str], reading: Reading) -> None:
         self.file = file
-        self.is_at_end = False
+        self.is_at_end = False  # every row was read
         self._number = 0
         self._stream = Store.open(file.url, field="NEW_DATA").open_read(file.path)
         kind = format_of(file.path)
-        self.has_texts, self.is_json = kind in ("csv", "tsv"), kind == "json lines"
+        self.has_texts = kind in ("csv", "tsv")  # all values are texts, whatever they stand for
+        self.is_json = kind == "json lines"  # rows are objects
         self._rows = self._open(kind, notes, reading)
         if (columns := folder_columns(file.path)) and reading.partitions:
             self._rows = ((line, partial(_add_columns, parse, columns)) for line, parse in self._rows)
@@ -328,39 +318,26 @@ class BadRow(NamedTuple):
 
 
 class RowReader:
-    """The rows of several files as one sequence, read once from the first to the last.
-
-    Args:
-        files: the files, in order.
-        columns: the model's columns: those that a row may have.
-        id_column: column with the ids of the rows; None: `row_id`, or `id`, where the first row has it; else rows are
-            numbered from 0 over all files.
-        ignored: columns that are left out.
-        usual_ids: columns that are looked for before `row_id` and `id`.
-        may_lack: columns that objects of JSON may leave out, which means null.
-        read: makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
-        reading: how the files are written.
-
-    Attributes:
-        position: rows read so far.
-        notes: sentences about the files.
-    """
+    """The rows of several files as one sequence, read once from the first to the last."""
 
     def __init__(
         self,
         files: Sequence[RowFile],
-        columns: Mapping[str, Column],
+        columns: Mapping[str, Column],  # of the model: those that a row may have
         *,
+        # With the ids of the rows; None: `row_id`, or `id`, where the first row has it; else rows are numbered from 0
+        # over all files.
         id_column: str | None = None,
-        ignored: Sequence[str] = (),
-        usual_ids: Sequence[str] = (),
-        may_lack: Sequence[str] = (),
+        ignored: Sequence[str] = (),  # columns that are left out
+        usual_ids: Sequence[str] = (),  # columns that are looked for before `row_id` and `id`
+        may_lack: Sequence[str] = (),  # columns that objects of JSON may leave out, which means null
+        # Makes the columns of a row of what its file has, given the place for errors; None: they are the file's.
         read: Callable[[Mapping[str, Any], str], dict[str, Any]] | None = None,
         reading: Reading | None = None,
     ) -> None:
-        self.position = 0
+        self.position = 0  # rows read so far
         self._reading = reading or Reading()
-        self.notes: list[str] = []
+        self.notes: list[str] = []  # sentences about the files
         self._usual_ids, self._may_lack = usual_ids, may_lack
         self._read_columns = read or (lambda values, place: dict(values))
         self._columns = columns
@@ -495,16 +472,12 @@ def _in_shape(value: list[Any], shape: tuple[int, ...]) -> Any:
 
 def read_rows(
     files: Sequence[RowFile],
-    notes: list[str] | None = None,
+    notes: list[str] | None = None,  # gets sentences about CSV files of an unusual form
     reading: Reading | None = None,
+    # Gets the errors of rows that cannot be read, which are passed over; None: the first one is raised.
     bad: list[DataError] | None = None,
 ) -> Iterator[tuple[str, Any]]:
     """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
-
-    Args:
-        notes: gets sentences about CSV files of an unusual form.
-        reading: how they are written.
-        bad: gets the errors of rows that cannot be read, which are passed over; None: the first one is raised.
 
     Raises:
         DataError: a row or a file cannot be read; the error names it.

@@ -79,12 +79,8 @@ def find_row_files(
 ) -> list[RowFile]:
     """The files that paths, URLs, folders and patterns (``s3://bucket/day=*/part-*.csv``) stand for.
 
-    The addresses keep their order; what one of them stands for is sorted by name. `**` stands for any folders.
-
-    Args:
-        addresses: what is given.
-        formats: ending of a file's name -> its format; other files are not taken.
-        others: gets the paths of files in folders that have another ending.
+    The addresses keep their order; what one of them stands for is sorted by name. `**` stands for any folders. Files
+    whose ending is not in `formats` are not taken: `others` gets the paths of those in folders.
 
     Raises:
         ConfigError: an address stands for no file, for a file of an unknown format, or for one that another stands for.
@@ -160,8 +156,7 @@ def describe_hidden(addresses: Sequence[str]) -> list[str]:
 def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> tuple[Store, list[FileInfo]]:
     """List the files of any format that a pattern stands for, below the folder in front of its first wildcard.
 
-    Args:
-        hidden: let wildcards stand for the names of hidden files and folders as well.
+    `hidden`: let wildcards stand for the names of hidden files and folders as well.
 
     Raises:
         ConfigError: the folder's address is malformed; the error names `field`. StorageError: it cannot be listed.
@@ -216,14 +211,8 @@ def _formats(formats: Mapping[str, str]) -> str:
 def find_installed_files(kind: str, rest: str, formats: Mapping[str, str], *, field: str) -> list[RowFile]:
     """The files that ``stdlib:REST`` or ``package:REST`` stands for, by name; test suites are left out.
 
-    Args:
-        kind: "stdlib" or "package".
-        rest: a path below the library; or a package's name, and perhaps a path below it.
-        formats: ending of a file's name -> its format; other files are not taken.
-        field: the setting that names the source, for errors.
-
-    Raises:
-        ConfigError: the package is not installed.
+    `rest` is a path below the library; or a package's name, and perhaps a path below it. Files whose ending is not in
+    `formats` are not taken. Raises ConfigError, about `field`, if the package is not installed.
     """
     if kind == "stdlib":
         root = Path(sysconfig.get_path("stdlib"))

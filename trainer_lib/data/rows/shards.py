@@ -31,11 +31,9 @@ DEFAULT_BYTES = 50 * 1024**3
 
 
 class FileCache:
-    """A folder of files named by their SHA-256, so that pipelines share equal files.
+    """A folder, of mode 0700, of files named by their SHA-256, so that pipelines share equal files.
 
-    Args:
-        folder: the folder; created with mode 0700.
-        max_bytes: size from which the least recently used files are removed.
+    From `max_bytes` on the least recently used files are removed.
     """
 
     def __init__(self, folder: Path, max_bytes: int = DEFAULT_BYTES) -> None:
@@ -234,24 +232,17 @@ def to_arrow_file(batch: pa.RecordBatch) -> bytes:
 
 
 def write_split(
-    store: Store,
+    store: Store,  # the stage's folder
     split: str,
     rows: Iterable[Mapping[str, Any]],
     *,
     shard_rows: int = 10_000,
-    allow_nan: bool = False,
-    on_shard: Callable[[int], None] = lambda rows: None,
+    allow_nan: bool = False,  # store NaN and infinite values instead of refusing them
+    on_shard: Callable[[int], None] = lambda rows: None,  # called with the number of rows so far after every shard
 ) -> tuple[dict[str, Any], list[FileEntry]]:
     """Write all rows of a split; return ``{"rows", "shards": [paths], "columns": {name: type}}`` and its files.
 
     The rows of finished shards are read from the iterable and dropped, so it must give the same rows every time.
-
-    Args:
-        store: the stage's folder.
-        split: name of the split, and of its folder.
-        shard_rows: rows per shard.
-        allow_nan: store NaN and infinite values instead of refusing them.
-        on_shard: called with the number of rows so far after every shard.
 
     Raises:
         DataError: there are no rows, a row does not have the type of the first ones, or a value is NaN or infinite.

@@ -93,11 +93,7 @@ class SourceParts(Parts):
 
     Files are compared with their digests once, before the commit, and only those that an earlier command wrote: a
     digest of what this one writes is made of the bytes themselves.
-
-    Args:
-        store: the stage's folder.
-        settings: what a part is made from, by its number; one that was made from others is not finished.
-        command: names this command, for all of its workers alike.
+    `command` names this command, for all of its workers alike.
     """
 
     def __init__(self, store: Store, settings: Callable[[int], Mapping[str, Any]], command: str = "") -> None:
@@ -111,8 +107,7 @@ class SourceParts(Parts):
     def read_all(self, *, verify: bool = False) -> Iterator[tuple[int, Part | None]]:
         """The numbers and the records of finished parts, in order, read some at a time.
 
-        Args:
-            verify: read the files of earlier commands; a part that is not intact comes as None and loses its record.
+        `verify`: read the files of earlier commands; a part that is not intact comes as None and loses its record.
         """
         return self.look_at_all(self._verify if verify else self.read)
 
@@ -131,16 +126,12 @@ def write_rows(
     split: str,
     rows: Iterable[Mapping[str, Any]],
     *,
-    source: str,
+    source: str,  # as text, for errors
     shard_rows: int,
     allow_nan: bool,
-    on_rows: Callable[[int], None],
+    on_rows: Callable[[int], None],  # called with the number of rows so far
 ) -> tuple[dict[str, Any], list[FileEntry]]:
     """Write the rows that a source has of a split, perhaps none; return what the part's record has of it, and files.
-
-    Args:
-        source: the source as text, for errors.
-        on_rows: called with the number of rows so far.
 
     Raises:
         DataError: a row does not have the type of the source's first ones, or a value is NaN or infinite.
@@ -170,22 +161,14 @@ def write_rows(
 
 @dataclass
 class SplitOfParts:
-    """A split put together from the records of its parts, one after the other; it keeps no record.
+    """A split put together from the records of its parts, one after the other; it keeps no record."""
 
-    Attributes:
-        rows: of all parts so far.
-        files, lengths: its files, and their rows, in order.
-        columns: what all parts have.
-        statistics: of all rows.
-        has_own_ids: whether rows of some part came with ids.
-    """
-
-    rows: int = 0
+    rows: int = 0  # of all parts so far
     files: list[FileEntry] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    columns: dict[str, str] = field(default_factory=dict)
+    lengths: list[int] = field(default_factory=list)  # rows of the files
+    columns: dict[str, str] = field(default_factory=dict)  # what all parts have
     statistics: Statistics = field(default_factory=dict)
-    has_own_ids: bool = False
+    has_own_ids: bool = False  # rows of some part came with ids
 
     def add(self, part: Mapping[str, Any], files: Iterable[FileEntry]) -> None:
         """Add what a part has of the split; one without rows changes nothing."""
@@ -228,12 +211,7 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
     """Check that no id is in two splits; return, by split, how many ids are there more than once.
 
     Ids are compared a bucket of remainders at a time, so memory does not grow with their number: the files' columns of
-    ids are read once for a bucket.
-
-    Args:
-        store: the stage's folder.
-        files: split -> paths of its Arrow files.
-        rows: of all splits together.
+    ids are read once for a bucket. `files`: split -> paths of its Arrow files; `rows`: of all splits together.
 
     Raises:
         DataError: an id is in two splits: what the model is measured on was trained on.
@@ -291,10 +269,8 @@ def describe_unusual(
 ) -> list[str]:
     """Sentences about what may be a mistake in the data, at most `MOST` and one that counts the others.
 
-    Args:
-        statistics: split -> column -> statistics.
-        columns: split -> column -> type.
-        info: what the recipe notes; its `max_length` is the number of tokens that the model reads of a row.
+    Statistics and types are by split and column; `info` is what the recipe notes: its `max_length` is the number of
+    tokens that the model reads of a row.
     """
     texts = [*_list_long_rows(statistics, columns, info.get("max_length"))]
     for column in _COMPARED:

@@ -218,13 +218,7 @@ class _Rows(NamedTuple):
 
 
 class EventsCallback(TrainerCallback):
-    """Turns callback events into progress events. It reads counters and never a tensor, so it never waits for a GPU.
-
-    Attributes:
-        resumed_from: the step training started from; None when it started at the beginning.
-        flops, trained_s: model FLOPs of this process's training on all ranks, and its seconds in steps; set at the end.
-        unlogged: (step, loss) of the steps after the last log; likewise.
-    """
+    """Turns callback events into progress events. It reads counters and never a tensor, so it never waits for a GPU."""
 
     def __init__(self, events: Events, samples_per_step: int = 0) -> None:
         self._events = events
@@ -234,7 +228,9 @@ class EventsCallback(TrainerCallback):
         self._first_step = 0
         self._predicted = self._all_predicted = 0
         self._rows: _Rows | None = None
-        self.resumed_from: int | None = None
+        self.resumed_from: int | None = None  # the step training started from; None: it started at the beginning
+        # Set at the end: model FLOPs of this process's training on all ranks, its seconds in steps, and (step, loss) of
+        # the steps after the last log.
         self.flops = self.trained_s = 0.0
         self.unlogged: list[tuple[int, float]] = []
         self._first_flops = 0.0
