@@ -50,22 +50,33 @@ _FACTS, _HALVINGS = "meta", "batch_halvings"
 
 @dataclass(frozen=True)
 class StageManifest(Generic[F]):
-    """A completed stage: where its files are, what they are, what it measured, and why it ran."""
+    """A completed stage: where its files are, what they are, what it measured, and why it ran.
+
+    Attributes:
+        key: content key, SHA-256 in hex.
+        url: the stage's folder.
+        content_digest: SHA-256 over the names and contents of the files.
+        metrics: name -> number; of evaluate split -> name -> number.
+        facts: what this stage states besides, see `trainflow.tasks.stage.facts`.
+        reason: why it ran ("never run before", "args.seed: 1 -> 2").
+        attempt: number of the attempt that succeeded, from 1.
+        batch_halvings: how often the micro-batch was halved, because memory had run out.
+        created: time of the commit, ISO-8601 in UTC.
+        first_key: the key of the first result with the same settings and inputs, which this one was made to follow
+            because of its age; its own key otherwise.
+    """
 
     stage: str
-    key: str  # content key, SHA-256 in hex
-    url: str  # the stage's folder
-    content_digest: str  # SHA-256 over the names and contents of the files
+    key: str
+    url: str
+    content_digest: str
     files: tuple[FileEntry, ...] = ()
-    metrics: dict[str, Any] = field(default_factory=dict)  # name -> number; of evaluate split -> name -> number
-    # What this stage states besides, see `trainflow.tasks.stage.facts`.
+    metrics: dict[str, Any] = field(default_factory=dict)
     facts: F = field(default=cast("F", StageFacts()))
-    reason: str = ""  # why it ran ("never run before", "args.seed: 1 -> 2")
-    attempt: int = 1  # number of the attempt that succeeded, from 1
-    batch_halvings: int = 0  # how often the micro-batch was halved, because memory had run out
-    created: str = ""  # time of the commit, ISO-8601 in UTC
-    # The key of the first result with the same settings and inputs, which this one was made to follow because of its
-    # age; its own key otherwise.
+    reason: str = ""
+    attempt: int = 1
+    batch_halvings: int = 0
+    created: str = ""
     first_key: str = ""
 
     def __post_init__(self) -> None:
