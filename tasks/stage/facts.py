@@ -39,8 +39,7 @@ class StageFacts:
     def of_stage(stage: str, record: Mapping[str, Any]) -> StageFacts:
         """The facts in a stage's commit file; what an older or newer version wrote besides is left out.
 
-        Raises:
-            ConfigError: a fact is missing or has another type.
+        Raises ConfigError if a fact is missing or has another type.
         """
         kind = StageFacts.by_stage.get(stage, StageFacts)
         known = {name: value for name, value in record.items() if value is not None}  # None is every optional default

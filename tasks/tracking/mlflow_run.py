@@ -246,35 +246,26 @@ def deliver_waiting(config: TrackingConfig, storage: Store) -> Background | None
 
 def open_run(
     config: TrackingConfig,
-    storage: Store,
+    storage: Store,  # the pipeline's storage root
     *,
-    name: str,
-    pipeline_key: str,
+    name: str,  # the pipeline's
+    pipeline_key: str,  # by which `resume` finds the run
+    # Nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged; changed ones
+    # become the artifact `params/<when>.json`.
     params: Mapping[str, Any],
     resume: bool,
-    token: str | None = None,
-    after: str | None = None,
+    token: str | None = None,  # of the run to continue; None: it is found by `resume`
+    after: str | None = None,  # when its last command ended, as ISO time
     tags: Mapping[str, str] | None = None,
-    project: Path | None = None,
-    run_name: str | None = None,
-    experiment_note: str | None = None,
-    leaves_local: bool = False,
+    project: Path | None = None,  # the folder whose git commit is noted; None: the working directory
+    run_name: str | None = None,  # the run's, unless `config` has one
+    experiment_note: str | None = None,  # description of an experiment that is made for it
+    leaves_local: bool = False,  # as in `Background`
 ) -> TrackedRun | None:
     """Open the run of one pipeline run, and begin to deliver what waits. The server is not waited for.
 
-    None when tracking is off, or when the spool cannot be written (logged).
-
-    Args:
-        config, storage: the spec's `tracking` section; disabled returns None; the pipeline's storage root.
-        name, run_name, pipeline_key: the pipeline's; the run's unless `config` has one; by which `resume` finds it.
-        params: nested settings; flattened, shortened and masked here. On a re-attached run only new ones are logged;
-            changed ones become the artifact `params/<when>.json`.
-        token, after: the run to continue, else one is found by `resume`; when its last command ended, as ISO time.
-        tags, project: further tags; the folder whose git commit is noted, by default the working directory.
-        experiment_note, leaves_local: description of an experiment that is made for it; as in `Background`.
-
-    Raises:
-        ConfigError: `tracking.uri` holds a password.
+    None when tracking is off, or when the spool cannot be written (logged). Raises ConfigError if `tracking.uri` holds
+    a password.
     """
     if not config.enabled:
         return None

@@ -29,23 +29,17 @@ _DIGITS = 6
 
 
 def summarize_outcomes(
+    # Scores [rows, classes] with whole labels [rows], or numbers [rows] or [rows, 1] with labels of that size; or
+    # scores [rows, classes] with labels of 0 and 1, where `classes` is given.
     predictions: Any,
     labels: Any,
-    id_of: Callable[[int], Any] = int,
+    id_of: Callable[[int], Any] = int,  # the id of a row, by its number from 0
     *,
-    confidence: Any = None,
-    classes: int | None = None,
-    threshold: float = _CHOSEN,
+    confidence: Any = None,  # of predictions that are whole numbers of classes [rows], their probabilities [rows]
+    classes: int | None = None,  # how many there are; used where the predictions do not say it
+    threshold: float = _CHOSEN,  # the probability from which on one of several classes is predicted
 ) -> dict[str, Any] | None:
     """The outcomes of one split as plain JSON; None for a model whose outputs are neither classes nor single numbers.
-
-    Args:
-        predictions: scores ``[rows, classes]`` with whole labels ``[rows]``, or numbers ``[rows]`` or ``[rows, 1]``
-            with labels of that size; or scores ``[rows, classes]`` with labels of 0 and 1, where `classes` is given.
-        id_of: the id of a row, by its number from 0.
-        confidence: of predictions that are whole numbers of classes ``[rows]``, their probabilities ``[rows]``.
-        classes: how many there are; used where the predictions do not say it.
-        threshold: the probability from which on one of several classes is predicted.
 
     Returns:
         `kind` ("classes", "several" or "numbers"), the counts ``[true class, predicted class]`` in `matrix` or up to

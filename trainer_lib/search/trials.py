@@ -68,8 +68,7 @@ class TrialRunner:
     def search(self, settings: SearchSettings, backend: Any) -> BestRun | list[BestRun]:
         """Run all trials; return the best one, or the best ones of several objectives, on every rank. Collective.
 
-        Raises:
-            ConfigError: trials cannot be trained or compared, or an option is refused.
+        Raises ConfigError if trials cannot be trained or compared, or an option is refused.
         """
         trainer = self.trainer
         if trainer.model_init is None:
@@ -110,10 +109,8 @@ class TrialRunner:
     def run_trial(self, run: TrialRun) -> list[float]:
         """Train with the trial's arguments; return the objective of its last evaluation. Collective.
 
-        A trial that never evaluates while it trains is evaluated at its end.
-
-        Raises:
-            TrialPruned: the search stops this trial.
+        A trial that never evaluates while it trains is evaluated at its end. Raises TrialPruned if the search stops
+        this trial.
         """
         trainer = self.trainer
         with self._trial_arguments(run):

@@ -143,8 +143,7 @@ class _Sources:
     def _compare_columns(self, firsts: _Firsts, part: int, splits: dict[str, Any]) -> None:
         """Compare the columns of a part with those of the first one that has rows.
 
-        Raises:
-            DataError: they differ. Either source may be mended, so neither part is finished any more.
+        Raises DataError if they differ. Either source may be mended, so neither part is finished any more.
         """
         shown = _shown(self._sources[part])
         for name, split in splits.items():

@@ -87,8 +87,7 @@ def count_sources(
 ) -> Iterator[Mapping[str, Any]]:
     """The rows of a split, at most `limit` of a source; counts them and their tokens into `info` for `Mixture.of`.
 
-    Raises:
-        DataError: a row has no source of the mixture, or stands behind a row of a later one.
+    Raises DataError for a row without a source of the mixture, or behind a row of a later one.
     """
     counts, tokens = dict.fromkeys(names, 0), dict.fromkeys(names, 0)
     known = info.setdefault(INFO, {"rows": {}, "tokens": {}})

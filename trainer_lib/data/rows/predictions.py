@@ -29,10 +29,8 @@ def write_split_predictions(
 ) -> FileEntry:
     """Write a part of a split's predictions.
 
-    `row_ids` are int64 or texts ``[rows]``, and columns have one value per row, such as an array ``[rows, …]``.
-
-    Raises:
-        DataError: a column is called row_id, cannot be stored, or has another number of rows.
+    `row_ids` are int64 or texts ``[rows]``, and columns have one value per row, such as an array ``[rows, …]``. Raises
+    DataError for a column that is called row_id, cannot be stored, or has another number of rows.
     """
     start, stop = parts.row_range(part)
     ids = pa.array(row_ids, type=pa.string() if row_ids.dtype == object else pa.int64())
@@ -53,8 +51,7 @@ def write_row_predictions(
 ) -> FileEntry:
     """Write a part of the predictions of new rows, as Parquet or lines of JSON by the ending of its name.
 
-    Raises:
-        DataError: a column is called row_id or error, cannot be stored, or has another number of rows.
+    Raises DataError for a column that is called row_id or error, cannot be stored, or has another number of rows.
     """
     try:
         ids = pa.array(row_ids, type=pa.string() if text_ids else pa.int64())
@@ -110,10 +107,8 @@ def _read(store: Store, path: str) -> pa.Table:
 def build_table(row_ids: pa.Array, columns: Mapping[str, Values], *, rows: int, of: str) -> pa.Table:
     """Build the table of so many predicted rows, of columns with one value per row, such as an array ``[rows, …]``.
 
-    `of` is what is predicted, for errors.
-
-    Raises:
-        DataError: a column is called row_id, cannot be stored, or has another number of rows.
+    `of` is what is predicted, for errors. Raises DataError for a column that is called row_id, cannot be stored, or has
+    another number of rows.
     """
     arrays = {ROW_ID: row_ids, **{name: _build_array(name, values, of) for name, values in columns.items()}}
     for name, array in arrays.items():

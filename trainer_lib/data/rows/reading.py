@@ -225,8 +225,7 @@ def folder_columns(path: str) -> dict[str, str | None]:
 def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -> Iterator[tuple[int, list[Any]]]:
     """The values of rows of a workbook's sheet behind their numbers, that with the names first.
 
-    Raises:
-        MissingExtraError: openpyxl is not installed. ConfigError: there is no such sheet.
+    Raises MissingExtraError without openpyxl, and ConfigError if there is no such sheet.
     """
     try:
         import openpyxl

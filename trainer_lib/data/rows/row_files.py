@@ -479,8 +479,7 @@ def read_rows(
 ) -> Iterator[tuple[str, Any]]:
     """Every row of several files as its file has it, behind the place that it is at; the values of a CSV are texts.
 
-    Raises:
-        DataError: a row or a file cannot be read; the error names it.
+    Raises DataError for a row or a file that cannot be read; the error names it.
     """
     for file in files:
         opened = OpenFile(file, [] if notes is None else notes, reading or Reading())
@@ -514,10 +513,8 @@ def read_sentences(file: RowFile, names: Sequence[str]) -> Iterator[tuple[str, d
     """The sentences of a file in CoNLL's columns behind their places, as two lists: words and tags.
 
     A line has a word and, in its last column, the tag; an empty line ends a sentence, and comments (# sent_id = 1) may
-    precede one. `names` are those of the columns.
-
-    Raises:
-        DataError: the file is not UTF-8, a line has no tag, or the first column has numbers in place of words.
+    precede one. `names` are those of the columns. Raises DataError if the file is not UTF-8, a line has no tag, or the
+    first column has numbers in place of words.
     """
     lines = list(map(_split_line, io.StringIO(f"{read_utf8(file)}\n\n", newline=None)))
     width = mode(map(len, filter(None, lines)) if any(lines) else [0])

@@ -156,10 +156,8 @@ def describe_hidden(addresses: Sequence[str]) -> list[str]:
 def list_matches(address: str, *, field: str = FIELD, hidden: bool = False) -> tuple[Store, list[FileInfo]]:
     """List the files of any format that a pattern stands for, below the folder in front of its first wildcard.
 
-    `hidden`: let wildcards stand for the names of hidden files and folders as well.
-
-    Raises:
-        ConfigError: the folder's address is malformed; the error names `field`. StorageError: it cannot be listed.
+    `hidden`: let wildcards stand for the names of hidden files and folders as well. Raises ConfigError, about `field`,
+    if the folder's address is malformed, and StorageError if it cannot be listed.
     """
     scheme, separator, rest = address.rpartition("://")
     parts = rest.split("/")

@@ -242,10 +242,8 @@ def write_split(
 ) -> tuple[dict[str, Any], list[FileEntry]]:
     """Write all rows of a split; return ``{"rows", "shards": [paths], "columns": {name: type}}`` and its files.
 
-    The rows of finished shards are read from the iterable and dropped, so it must give the same rows every time.
-
-    Raises:
-        DataError: there are no rows, a row does not have the type of the first ones, or a value is NaN or infinite.
+    The rows of finished shards are read from the iterable and dropped, so it must give the same rows every time. Raises
+    DataError without rows, for a row without the type of the first ones, and for NaN and infinite values.
     """
     check_split_name(split)
     settings = {"shard_rows": shard_rows, "allow_nan": allow_nan}

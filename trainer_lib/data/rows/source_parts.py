@@ -133,8 +133,7 @@ def write_rows(
 ) -> tuple[dict[str, Any], list[FileEntry]]:
     """Write the rows that a source has of a split, perhaps none; return what the part's record has of it, and files.
 
-    Raises:
-        DataError: a row does not have the type of the source's first ones, or a value is NaN or infinite.
+    Raises DataError for a row without the type of the source's first ones, and for NaN and infinite values.
     """
     check_split_name(split)
     rows_left = iter(rows)
@@ -185,8 +184,7 @@ class SplitOfParts:
 def check_columns(split: str, first: str, expected: Mapping[str, str], source: str, found: Mapping[str, str]) -> None:
     """Compare the columns of a source with those of the first one, both as name -> type.
 
-    Raises:
-        DataError: they differ; the error names the column, both sources and the name that was probably meant.
+    Raises DataError if they differ; the error names the column, both sources and the name that was probably meant.
     """
     for name in {**expected, **found}:
         if expected.get(name) == found.get(name):
@@ -211,10 +209,8 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
     """Check that no id is in two splits; return, by split, how many ids are there more than once.
 
     Ids are compared a bucket of remainders at a time, so memory does not grow with their number: the files' columns of
-    ids are read once for a bucket. `files`: split -> paths of its Arrow files; `rows`: of all splits together.
-
-    Raises:
-        DataError: an id is in two splits: what the model is measured on was trained on.
+    ids are read once for a bucket. `files`: split -> paths of its Arrow files; `rows`: of all splits together. Raises
+    DataError for an id in two splits: what the model is measured on was trained on.
     """
     buckets = -(-rows // IDS_AT_ONCE)
     paths, repeated = {split: list(some) for split, some in files.items()}, dict.fromkeys(files, 0)
