@@ -41,18 +41,14 @@ _INSTALLED = {"site-packages", "dist-packages"}
 _SKIPPED = _INSTALLED | {"__pycache__", "build", "dist", "env", "mlruns", "node_modules", "outputs", "venv", "wandb"}
 # A storage below the project keeps copies of each run's sources.
 _STORAGE = {"runs", "stages"}
-_MOST_FILES = 300
-"""A package that is installed in place and has more files counts by their bytes, as a whole."""
+_MOST_FILES = 300  # a package that is installed in place and has more files counts by their bytes, as a whole
 _LOADERS = {"__import__", "eval", "exec", "imp", "importlib", "pkgutil", "pydoc", "runpy", "zipimport"}
 """Modules and builtins that import by a name that may be made at run time."""
-_FACTS = ("importlib.metadata", "importlib.resources", "importlib.util.find_spec")
-"""Parts of these that only look."""
-_LOADS = {"exec_module", "load_module"}
-"""Methods that import what such a look found."""
+_FACTS = ("importlib.metadata", "importlib.resources", "importlib.util.find_spec")  # parts of these that only look
+_LOADS = {"exec_module", "load_module"}  # methods that import what such a look found
 _MODULE_PATH = {"site", "site.addsitedir", "sys", "sys.path"}
 """Names that lead to the module path, the modules themselves where they are handed on."""
-_LEVELS_AROUND = 3
-"""So many folders around the root may hold those that a file adds to the module path."""
+_LEVELS_AROUND = 3  # so many folders around the root may hold those that a file adds to the module path
 
 
 @dataclass
@@ -60,18 +56,15 @@ class Closure:
     """The files a recipe consists of: path relative to the root -> digest of what the file means."""
 
     files: dict[str, str] = field(default_factory=dict)
-    unseen: bool = False
-    """Whether code names a module only at run time."""
+    unseen: bool = False  # whether code names a module only at run time
     swept: set[str] = field(default_factory=set)
     """Files that no import statement names, which code may import by a name that it makes."""
     marks: dict[Path, tuple[int, int]] = field(default_factory=dict, compare=False, repr=False)
     """Size in bytes and time of change (ns) of each file, taken before it was read."""
     trees: dict[str, ast.Module] = field(default_factory=dict, compare=False, repr=False)
     """The syntax tree of each file."""
-    paths: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)
-    """Paths of files on this machine."""
-    root: Path = field(default_factory=Path, compare=False)
-    """The folder that absolute imports start from."""
+    paths: dict[str, Path] = field(default_factory=dict, compare=False, repr=False)  # paths of files on this machine
+    root: Path = field(default_factory=Path, compare=False)  # the folder that absolute imports start from
     places: dict[Path, None] = field(default_factory=dict, compare=False)
     """All folders that absolute imports may start from, in their order."""
 

@@ -20,8 +20,7 @@ from trainflow.tasks.code.syntax import (
     reads_docstrings,
 )
 
-_DEPTH = 40
-"""A name that is imported from file to file more often than this counts as the whole file."""
+_DEPTH = 40  # a name that is imported from file to file more often than this counts as the whole file
 
 
 @dataclass(eq=False)

@@ -47,8 +47,7 @@ Paths = dict[str, Any] | bool | str
 _PATHS = {f"pathlib.{name}" for name in ("Path", "PurePath", "PosixPath", "PurePosixPath")} | {"os.PathLike"}
 _READ = {"get", "pop", "setdefault"}
 _BUILD_MODEL = {"build_model": 0}
-_DEPTH = 20
-"""Types that are nested deeper than this, or in a circle, do not count as paths."""
+_DEPTH = 20  # types that are nested deeper than this, or in a circle, do not count as paths
 
 
 def path_options(stage: str, config: StageSettings, context: StageContext) -> PathOptions:

@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_TRUST_S = 60.0
-"""A run looks at a result twice within seconds, for its plan and in the stage."""
+_TRUST_S = 60.0  # a run looks at a result twice within seconds, for its plan and in the stage
 
 
 class Resolver:

@@ -34,8 +34,7 @@ ADAPTER_CONFIG = "adapter_config.json"
 _OF_ADAPTERS = (ADAPTER_CONFIG, "adapter_model.safetensors", "base_model.json")
 # Arguments that say where to write and report: they decide no prediction.
 _ELSEWHERE = ("output_dir", "logging_dir", "report_to", "run_name", "hub_model_id", "hub_token", "push_to_hub")
-_MERGED = "merged"
-"""Folder of the stage that holds the merged weights until they are published."""
+_MERGED = "merged"  # folder of the stage that holds the merged weights until they are published
 
 
 @dataclass(frozen=True)

@@ -16,8 +16,7 @@ from typing import Any, TypeVar
 
 R = TypeVar("R")
 
-_once: tuple[Any, Any] | None = None
-"""Settings, and the same without retries."""
+_once: tuple[Any, Any] | None = None  # settings, and the same without retries
 _copying = threading.Lock()
 
 

@@ -16,8 +16,7 @@ from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.stage.retry import Ledger
 from trainflow.tasks.tracking.mlflow_run import TrackedRun
 
-_ARTIFACT_BYTES = 64 << 20
-"""Files of an evaluation larger than this stay on the storage alone."""
+_ARTIFACT_BYTES = 64 << 20  # files of an evaluation larger than this stay on the storage alone
 
 
 def track_stage(run: TrackedRun, manifest: StageManifest, *, step: int) -> None:

@@ -348,10 +348,8 @@ def _pixels(value: Any) -> np.ndarray | None:
 # -- subgroups --------------------------------------------------------------------------------------------------------
 # They are tested against all other rows: shares of wrong classes by Fisher's exact test, absolute errors by Welch's.
 # The p-values are adjusted for the number of subgroups (Holm, 1979), so the worst of many is not taken for news.
-_ENOUGH, _GROUPS = 30, 3
-"""Rows that a subgroup and the rest must have, and how many subgroups are named."""
-_GROUP_ROWS, _GROUP_COLUMNS = 20_000, 50
-"""The most rows and columns that are looked at."""
+_ENOUGH, _GROUPS = 30, 3  # rows that a subgroup and the rest must have, and how many subgroups are named
+_GROUP_ROWS, _GROUP_COLUMNS = 20_000, 50  # the most rows and columns that are looked at
 _TEXTS = 20  # of a column of texts; of more different ones the lengths count
 _CUT_FROM = 10  # of a column of numbers; more different ones are cut into four parts
 _NAME_CHARS = 40  # of a value in a name

@@ -110,8 +110,7 @@ def _list(work: Work[PrepareRequest], store: Store) -> dict[str, Any]:
     return listed
 
 
-_Firsts = dict[str, tuple[int, dict[str, str]]]
-"""By split, the first part that has rows of it, and its columns."""
+_Firsts = dict[str, tuple[int, dict[str, str]]]  # by split, the first part that has rows of it, and its columns
 
 
 class _Sources:

@@ -250,8 +250,7 @@ def _read_ids(store: Store, path: str, buckets: int, bucket: int) -> npt.NDArray
 
 # -- statistics that may show a mistake -------------------------------------------------------------------------------
 
-_COMPARED = ("label", "labels", "class", "target")
-"""Columns whose values are compared between splits."""
+_COMPARED = ("label", "labels", "class", "target")  # columns whose values are compared between splits
 MOST = 10
 """Warnings that are given."""
 _CLASSES = 5  # that one warning names
