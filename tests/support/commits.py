@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trainer_lib.storage import Store
-from trainer_lib.storage.commit import Commit, FileEntry, write_commit
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import Commit, write_commit
 
 
 def write_files(store: Store) -> list[FileEntry]:

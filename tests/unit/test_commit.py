@@ -12,12 +12,11 @@ from tests.support.commits import committed, write_files
 from tests.support.faulty import Died, Faults, Kind
 from tests.support.hostile import bounded
 from trainer_lib.errors import DamagedError, StorageError, TrainflowError
-from trainer_lib.storage import Store
+from trainer_lib.storage import FileEntry, Store
 from trainer_lib.storage.commit import (
     COMMIT,
     LIMIT,
     Commit,
-    FileEntry,
     content_digest,
     read_commit,
     verify_files,

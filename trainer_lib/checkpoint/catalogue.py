@@ -17,6 +17,7 @@ import json
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainer_lib.checkpoint.layout import DAMAGED, KIND, OPTIMIZER, parse_step
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, StorageError
@@ -232,14 +233,8 @@ def set_aside_damaged(root: Store, name: str, problems: list[str]) -> str:
     return f"{store.url} is damaged and will not be used: {'; '.join(problems)} ({outcome})"
 
 
-@dataclass(frozen=True)
-class Foreign:
-    """A kind of folder that another program writes.
-
-    Attributes:
-        what: a message's name for it, after "there is".
-        remedy: what to do, a sentence or two.
-    """
+class Foreign(NamedTuple):
+    """A kind of folder that another program writes: a message's name for it, after "there is", and what to do."""
 
     what: str
     remedy: str

@@ -125,7 +125,6 @@ def restore_optimizer(
 def _restore_by_name(
     optimizer: torch.optim.Optimizer, pairs: list[tuple[str, Tensor]], snapshot: OptimizerSnapshot
 ) -> None:
-    """Restore the groups and the state of an optimizer, and the optimizers inside."""
     names = _names_by_id(optimizer, pairs)
     _check_groups(optimizer, names, snapshot)
     for group, saved in zip(optimizer.param_groups, snapshot.groups, strict=True):

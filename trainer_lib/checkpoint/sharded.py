@@ -278,8 +278,6 @@ class _Block(NamedTuple):
 
 @dataclass(frozen=True)
 class _Spec:
-    """The index's entry of a tensor."""
-
     dtype: torch.dtype
     shape: tuple[int, ...]
     blocks: tuple[_Block, ...]

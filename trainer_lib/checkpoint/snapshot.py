@@ -155,45 +155,32 @@ def freeze_snapshot(snapshot: Snapshot, rank: int, memory: HostCopy) -> Snapshot
     if rank != 0:  # only rank 0's copy of what all ranks have alike is written
         alone = {name: getattr(snapshot, name) for name in ("rng", "parts", "extra", "copies", "place")}
         own = Snapshot(snapshot.step, {}, **alone)
-    optimizer = own.optimizer
-    # One call for all tensors, keyed by their file: the block is one, and ties may cross the model and the optimizer.
-    live = {(layout.MODEL, name): tensor for name, tensor in own.model.items()}
-    if optimizer is not None:
-        live.update({(layout.OPTIMIZER, name): tensor for name, tensor in optimizer.tensors.items()})
-    if own.parts is not None:
-        live.update({(layout.SHARD_INDEX, name): part.values for name, part in own.parts.parts.items()})
-    live.update({(layout.extra_file(rank), name): tensor for name, tensor in own.extra.items()})
-    copies = memory.copy_tensors(live)
-
-    def copies_of(group: str) -> dict[str, Tensor]:
-        return {name: tensor for (file, name), tensor in copies.items() if file == group}
-
-    parts = own.parts
+    optimizer, parts = own.optimizer, own.parts
+    live: dict[str, Mapping[str, Tensor]] = {"model": own.model, "extra": own.extra}
+    live["optimizer"] = {} if optimizer is None else optimizer.tensors
+    live["parts"] = {} if parts is None else {name: part.values for name, part in parts.parts.items()}
+    # One call for all tensors: the block is one, and ties may cross the model and the optimizer.
+    copies = memory.copy_tensors({(group, name): tensors[name] for group, tensors in live.items() for name in tensors})
+    held = {group: {name: copies[group, name] for name in tensors} for group, tensors in live.items()}
     if parts is not None:
-        held = copies_of(layout.SHARD_INDEX)
-        parts = replace(parts, parts={name: replace(part, values=held[name]) for name, part in parts.parts.items()})
+        copied = {name: replace(part, values=held["parts"][name]) for name, part in parts.parts.items()}
+        parts = replace(parts, parts=copied)
+    # By way of JSON, which is several times faster than `copy.deepcopy`; a schedule's state may hold what JSON cannot.
+    files = {"data": layout.DATA, "trainer_state": layout.TRAINER_STATE, "training_args": layout.TRAINING_ARGS}
+    plain = {
+        name: parse_json(render_json(files.get(name, name), getattr(own, name))) for name in (*files, "rng", "meta")
+    }
     return replace(
         own,
-        model=copies_of(layout.MODEL),
-        optimizer=None if optimizer is None else replace(optimizer, tensors=copies_of(layout.OPTIMIZER)),
+        model=held["model"],
+        optimizer=None if optimizer is None else replace(optimizer, tensors=held["optimizer"]),
         parts=parts,
-        extra=copies_of(layout.extra_file(rank)),
-        # By deepcopy, because a schedule's state may hold what JSON cannot.
+        extra=held["extra"],
         scheduler=copy.deepcopy(own.scheduler),
         scaler=copy.deepcopy(own.scaler),
-        rng=_copy_json("rng", own.rng),
-        data=_copy_json(layout.DATA, own.data),
-        trainer_state=_copy_json(layout.TRAINER_STATE, own.trainer_state),
-        training_args=_copy_json(layout.TRAINING_ARGS, own.training_args),
         files=dict(own.files),
-        meta=_copy_json("meta", own.meta),
+        **plain,
     )
-
-
-def _copy_json(name: str, value: dict[str, Any]) -> dict[str, Any]:
-    """Copy a value by way of JSON, which is several times faster than `copy.deepcopy`."""
-    written: dict[str, Any] = parse_json(render_json(name, value))
-    return written
 
 
 def _memory_key(tensor: Tensor) -> Hashable:

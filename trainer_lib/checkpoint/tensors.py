@@ -148,7 +148,6 @@ class _Reader:
         self._stream = stream
 
     def read(self, size: int) -> bytes:
-        """Read the next `size` bytes, or what is there."""
         data = self._stream.read(size)
         self.digest.update(data)
         return data

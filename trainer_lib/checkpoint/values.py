@@ -150,7 +150,9 @@ def restore_rng(state: dict[str, Any]) -> None:
     try:
         # Parsed before the first generator is set, so that a malformed state changes none.
         python, numpy = _python_state(state["python"]), _numpy_state(state["numpy"])
-        device = {name: _decode_state(state[name]) for name in ("torch", "cuda", "mps") if name in state}
+        texts = {name: state[name] for name in ("torch", "cuda", "mps") if name in state}
+        raw = {name: bytearray(base64.b64decode(text, validate=True)) for name, text in texts.items()}
+        device = {name: torch.frombuffer(data, dtype=torch.uint8) for name, data in raw.items()}
         random.setstate(python)
         np.random.set_state(numpy)
         torch.set_rng_state(device["torch"])
@@ -182,7 +184,3 @@ def _numpy_state(saved: Any) -> tuple[Any, ...]:
 def encode_state(state: torch.Tensor) -> str:
     """Encode a generator's state, a uint8 tensor `[bytes]`, as base64."""
     return base64.b64encode(state.numpy().tobytes()).decode("ascii")
-
-
-def _decode_state(text: str) -> torch.Tensor:
-    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

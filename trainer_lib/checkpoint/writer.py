@@ -53,8 +53,8 @@ from trainer_lib.errors import ConfigError, LeaseLostError, StorageError, Storag
 from trainer_lib.locks.claim import claim_folder, holds_claim, is_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.secrets import mask_value
-from trainer_lib.storage import Store, relative_problem
-from trainer_lib.storage.commit import COMMIT, Commit, FileEntry, write_commit
+from trainer_lib.storage import FileEntry, Store, relative_problem
+from trainer_lib.storage.commit import COMMIT, Commit, write_commit
 
 if TYPE_CHECKING:
     from trainer_lib.distributed.communicator import Communicator
@@ -314,7 +314,6 @@ def _leave_out(snapshot: Snapshot, added: Mapping[str, FileEntry]) -> Snapshot:
 
 
 def _write_rank(store: Store, snapshot: Snapshot, rank: int) -> Written:
-    """Write this rank's files."""
     entries = [_write_json(store, layout.rng_file(rank), snapshot.rng, indent=None)] if snapshot.rng else []
     if snapshot.extra:
         entries.append(_write_tensors(store, layout.extra_file(rank), snapshot.extra))
@@ -413,7 +412,14 @@ class BackgroundSaver:
         if self._job is not None:
             raise RuntimeError("One save at a time: finish the one before.")
         frozen = run_on_all_ranks(self._disk, lambda: freeze_snapshot(snapshot, self._disk.rank, self.memory))
-        self._job = start_daemon(lambda: self._save(root, frozen, after_commit), f"trainflow-save-{snapshot.step}")
+
+        def save() -> CheckpointInfo:
+            # `keep` only serves the remedy when space runs out: rotation is the caller's `after_commit`.
+            info = save_checkpoint(root, frozen, self._channel, keep=self._keep)
+            after_commit()
+            return info
+
+        self._job = start_daemon(save, f"trainflow-save-{snapshot.step}")
 
     def has_ended(self) -> bool:
         """Whether the save under way has ended, well or not, on every rank. Collective while there is one.
@@ -449,12 +455,6 @@ class BackgroundSaver:
     def close(self) -> None:
         """Give the copy's memory back; call it when nothing is under way."""
         self.memory.close()
-
-    def _save(self, root: Store, snapshot: Snapshot, after_commit: Callable[[], None]) -> CheckpointInfo:
-        # `keep` only serves the remedy when space runs out: rotation is the caller's `after_commit`.
-        info = save_checkpoint(root, snapshot, self._channel, keep=self._keep)
-        after_commit()
-        return info
 
 
 def start_daemon(work: Callable[[], Result], name: str) -> Future[Result]:

@@ -40,8 +40,6 @@ from trainer_lib.guard import Process, is_gone, start_time
 from trainer_lib.storage import Store
 from trainer_lib.storage.outages import gone
 
-__all__ = ["Heartbeat", "Holder", "Lease", "acquire_lease", "find_holder", "read_small"]
-
 _LOG = logging.getLogger(__name__)
 _NAME = re.compile(r"([0-9]{8,})\.(json|beat|released)")
 _LIMIT = 4096  # bytes of a record
@@ -257,8 +255,7 @@ def acquire_lease(
         on_wait: called once per holder that we wait for (None when its record cannot be read).
         poll_s: seconds between two looks.
 
-    Raises:
-        StorageError: the store cannot be read or written.
+    Raises StorageError when the store cannot be read or written.
     """
     folder = store.child("lease")
     watch = _Watch(folder, ttl_s)
@@ -276,7 +273,8 @@ def acquire_lease(
             continue  # another process was faster: look again which
         if wait is not None and wait():
             return None
-        if on_wait is not None and watch.is_new():
+        if on_wait is not None and not watch.is_reported:
+            watch.is_reported = True
             on_wait(watch.holder)
         waited = True
         time.sleep(poll_s)
@@ -301,7 +299,7 @@ def read_small(store: Store, name: str) -> bytes | None:
 
 
 class _Watch:
-    """Observations of the holder by a waiting process, timed by its own clock."""
+    """Observations of the holder by a waiting process, timed by its own clock; `is_reported`: `on_wait` knows it."""
 
     def __init__(self, folder: Store, ttl_s: float) -> None:
         self.holder: Holder | None = None
@@ -310,7 +308,7 @@ class _Watch:
         self._epoch = 0
         self._beat: bytes | None = None
         self._since = 0.0
-        self._is_reported = False
+        self.is_reported = False
 
     def is_free(self, epoch: int) -> bool:
         """Whether the holder of the newest epoch has released it, is gone, or missed its beats for too long."""
@@ -318,7 +316,7 @@ class _Watch:
             return True
         beat = read_small(self._folder, _name(epoch, "beat"))
         if epoch != self._epoch or beat != self._beat:
-            self._is_reported = self._is_reported and epoch == self._epoch
+            self.is_reported = self.is_reported and epoch == self._epoch
             # monotonic, and only ever compared with itself: clocks of machines differ.
             self._epoch, self._beat, self._since = epoch, beat, time.monotonic()
             self.holder = _read_holder(self._folder, epoch)
@@ -326,11 +324,6 @@ class _Watch:
             return True
         ttl_s = self._ttl_s if self.holder is None else self.holder.ttl_s
         return time.monotonic() - self._since >= ttl_s
-
-    def is_new(self) -> bool:
-        """True once per holder."""
-        new, self._is_reported = not self._is_reported, True
-        return new
 
 
 def _take_epoch(folder: Store, epoch: int, ttl_s: float) -> Lease | None:

@@ -127,8 +127,7 @@ def _delete(folder: Store, name: str) -> None:
 def await_removal(folder: Store) -> bool:
     """Wait until no process removes this folder, and return whether one did: it may have taken what was seen, too.
 
-    Raises:
-        StorageError: a process of this machine is still at it after ten minutes.
+    Raises StorageError when a process of this machine is still at it after ten minutes.
     """
     began = time.monotonic()
     has_waited = False
@@ -180,8 +179,9 @@ def protect_from_removal(store: Store) -> Iterator[None]:
     Without a commit, or where no mark can be written (a read-only store), the block runs without protection.
     """
     with contextlib.ExitStack() as stack:
-        if _has_commit(store):
-            stack.enter_context(_Mark(store))
+        with contextlib.suppress(StorageError):  # reading itself will raise it
+            if store.exists(COMMIT):
+                stack.enter_context(_Mark(store))
         yield
 
 
@@ -242,13 +242,6 @@ class _Mark(Heartbeat):
     def _end(self) -> None:
         if self._name is not None:
             self._store.delete(self._name)
-
-
-def _has_commit(store: Store) -> bool:
-    try:
-        return store.exists(COMMIT)
-    except StorageError:  # reading itself will raise it
-        return False
 
 
 def _counts(holder: Holder) -> bool:

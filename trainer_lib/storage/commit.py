@@ -31,17 +31,6 @@ from trainer_lib.base.json_text import parse_json, seal_of
 from trainer_lib.errors import DamagedError, LeaseLostError, NewerVersionError, StorageError
 from trainer_lib.storage import FileEntry, Store, relative_problem
 
-__all__ = [
-    "COMMIT",
-    "Commit",
-    "FileEntry",
-    "content_digest",
-    "read_commit",
-    "verify_files",
-    "withdraw_folder",
-    "write_commit",
-]
-
 COMMIT = "COMMIT.json"
 """Name of the commit file in its folder."""
 
@@ -115,7 +104,10 @@ def write_commit(
     _check_own(commit, data)
     # Before the commit: after a power cut COMMIT.json must not list files that were only cached.
     store.sync()
-    _check_arrived(store, commit)
+    if problems := verify_files(store, commit, digests=False):
+        what = f"Files that were written are missing or cut short: {'; '.join(problems[:5])}."
+        remedy = "Nothing was committed. If several machines take part, they must share the storage."
+        raise StorageError(what, field=store.url, remedy=remedy)
     if guard is not None:
         guard()
     _put(store, data)
@@ -193,14 +185,6 @@ def _put(store: Store, data: bytes) -> None:
         field=f"{store.url}/{COMMIT}",
         remedy="Nothing was committed. Run the command again; if this repeats, the store cannot be trusted.",
     )
-
-
-def _check_arrived(store: Store, commit: Commit) -> None:
-    problems = verify_files(store, commit, digests=False)
-    if problems:
-        what = f"Files that were written are missing or cut short: {'; '.join(problems[:5])}."
-        remedy = "Nothing was committed. If several machines take part, they must share the storage."
-        raise StorageError(what, field=store.url, remedy=remedy)
 
 
 def _check_own(commit: Commit, data: bytes) -> None:

@@ -202,7 +202,6 @@ class S3Writer:
         return self._begin_call(method, **self._where, **arguments).result()
 
     def _send(self) -> None:
-        """Send the filled part, and get an empty one."""
         if self._upload is None:
             # Before the request: if its answer is lost, the upload may exist all the same.
             self._started = True
@@ -257,12 +256,10 @@ class _Body:
         return data
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Move to a byte, as in any file."""
         self._at = offset + (0, self._at, len(self._view))[whence]
         return self._at
 
     def tell(self) -> int:
-        """Return the position in bytes."""
         return self._at
 
     async def __aiter__(self) -> AsyncIterator[memoryview]:

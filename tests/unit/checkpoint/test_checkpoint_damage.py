@@ -27,8 +27,8 @@ from trainer_lib.checkpoint.writer import save_checkpoint
 from trainer_lib.distributed.communicator import SingleProcess
 from trainer_lib.distributed.sharding import Box
 from trainer_lib.errors import ConfigError, DamagedError, TrainflowError
-from trainer_lib.storage import Store
-from trainer_lib.storage.commit import COMMIT, FileEntry, read_commit, write_commit
+from trainer_lib.storage import FileEntry, Store
+from trainer_lib.storage.commit import COMMIT, read_commit, write_commit
 
 ROWS = classification_rows(8)
 
