@@ -97,8 +97,7 @@ class Target:
 def parse_target(to: str, *, revision: str | None = None, field: str = "publish.to") -> Target:
     """Parse `hf://organisation/name[@revision]`, or the path or URL of a folder.
 
-    Raises:
-        ConfigError: the address is malformed, or names another revision than `revision`.
+    Raises ConfigError when the address is malformed, or names another revision than `revision`.
     """
     if revision is not None and not _REVISION.fullmatch(revision):
         what = "The name cannot be used for a branch."

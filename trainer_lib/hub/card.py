@@ -355,10 +355,7 @@ def merge_card(present: str | None, generated: str, *, field: str = "README.md")
     """The card that is there, with the sections and the head's fields that were generated in place of its own.
 
     A section that the author removed comes back at the end. A card without any marked section keeps its text, and
-    gets all of them.
-
-    Raises:
-        ConfigError: the head of the present card, which is at `field`, is not YAML.
+    gets all of them. Raises ConfigError when the head of the present card, which is at `field`, is not YAML.
     """
     new = {section["name"]: section[0] for section in _SECTION.finditer(generated)}
     if present is None or not present.strip() or not new:
@@ -409,11 +406,7 @@ def move_pictures(card: str, folder: str) -> str:
 
 
 def split_card(card: str, *, field: str = "README.md") -> tuple[dict[str, Any], str]:
-    """Return head and text of a card; the head is the first thing in the file, and empty where there is none.
-
-    Raises:
-        ConfigError: the head is not YAML.
-    """
+    """Return head, the first thing in the file, and text of a card; empty without one. ConfigError: it is not YAML."""
     from trainer_lib.base.yaml_text import YamlProblem, parse_yaml
 
     parts = card.replace("\r\n", "\n").split("---\n", 2)

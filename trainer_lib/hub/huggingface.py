@@ -110,7 +110,10 @@ class HuggingFaceHub:
             head = self._find_head(api)
             tree = self._list_files(api, head)
             changed = _list_changed(tree, content)
-            stale = self._list_stale_paths(api, head, content, tree)
+            # Only files of our own record: others may keep theirs in the repository.
+            ours = {entry.path for entry in self._read_record(api, head)} if RECORD in tree else set()
+            keep = {entry.path for entry in content.entries()} | {RECORD}
+            stale = sorted(path for path in ours - keep if path in tree and not path.startswith(content.kept))
             if not changed and not stale:
                 return self._describe_result(api, head, content.entries(), created=False)
             with tempfile.TemporaryDirectory(prefix="trainflow-") as staging:
@@ -178,14 +181,6 @@ class HuggingFaceHub:
             except RemoteEntryNotFoundError:
                 return None
             return Path(path).read_bytes() if Path(path).stat().st_size <= MAX_RECORD_BYTES else None
-
-    def _list_stale_paths(self, api: HfApi, head: str, content: Content, tree: dict[str, RepoFile]) -> list[str]:
-        if RECORD not in tree:
-            return []
-        ours = {entry.path for entry in self._read_record(api, head)}
-        keep = {entry.path for entry in content.entries()} | {RECORD}
-        # Only files of our own record: others may keep theirs in the repository.
-        return sorted(path for path in ours - keep if path in tree and not path.startswith(content.kept))
 
     def _plan_operations(
         self, api: HfApi, content: Content, changed: list[FileEntry], stale: list[str], staging: Path

@@ -157,24 +157,20 @@ class Publisher:
 
         Raises ConfigError when the name or the token is refused, and StorageError when the Hub cannot be reached.
         """
-        target = self._target_name()
+        target = self._wanted_name()
         if is_folder(target):
             Store.open(target, field="hub_model_id").ensure_writable(field="hub_model_id")
             return target
-        return self._open_repository(target, token).create()
+        if not _REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
+            what = "The name is neither a repository nor a folder."
+            remedy = 'Give hub_model_id="owner/name", or the URL of a folder.'
+            field = "hub_model_id" if self._trainer.args.hub_model_id else "output_dir"
+            raise ConfigError(what, field=field, value=target, remedy=remedy)
+        return self._open_repository(target.removeprefix(SCHEME), token).create()
 
     def _wanted_name(self) -> str:
         args = self._trainer.args
         return args.hub_model_id or PurePosixPath(str(args.output_dir).rstrip("/")).name
-
-    def _target_name(self) -> str:
-        args, target = self._trainer.args, self._wanted_name()
-        if not is_folder(target) and not _REPOSITORY.fullmatch(target.removeprefix(SCHEME)):
-            what = "The name is neither a repository nor a folder."
-            remedy = 'Give hub_model_id="owner/name", or the URL of a folder.'
-            field = "hub_model_id" if args.hub_model_id else "output_dir"
-            raise ConfigError(what, field=field, value=target, remedy=remedy)
-        return target.removeprefix(SCHEME)
 
     def _open_repository(self, target: str, token: str | None, branch: str | None = None) -> HuggingFaceHub:
         from trainer_lib.hub.huggingface import HuggingFaceHub
