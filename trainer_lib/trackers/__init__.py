@@ -1,1 +1,1 @@
-"""Trackers, the places where metrics go: one file per tracker behind the protocol in `base`. None needs torch."""
+"""Trackers, the places where metrics go: behind the protocol in `vendors`. None needs torch."""

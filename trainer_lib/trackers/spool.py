@@ -87,8 +87,7 @@ def is_private(path: Path) -> bool:
 def make_private(root: Path) -> None:
     """Make a spool, and the folder above it as open as the storage is, so that others have spools there as well.
 
-    Raises:
-        OSError: the disk cannot be written, or another user can write the spool.
+    Raises OSError when the disk cannot be written, or another user can write the spool.
     """
     if root.name == str(os.geteuid()) and not root.parent.is_dir():
         make_folders(root.parent)
@@ -174,9 +173,8 @@ class Session:
     def write(self, record: Mapping[str, Any]) -> None:
         """Write one record in a single unbuffered write, so that kill -9 tears at most the last line.
 
-        Raises:
-            OSError: the disk cannot be written. The record is kept in memory (at most 16 MiB of them), and the next
-                call writes it first.
+        Raises OSError when the disk cannot be written. The record is then kept in memory (at most 16 MiB of them), and
+        the next call writes it first.
         """
         line = _line_of(record)
         with self._writing:
@@ -192,8 +190,8 @@ class Session:
     def write_last(self, record: Mapping[str, Any]) -> None:
         """Write the last record, on a full disk into the room that was kept for it; how a run ended is never lost.
 
-        Raises:
-            OSError: the disk cannot be written. Records that wait in memory are lost, this one if not even it fits.
+        Raises OSError when the disk cannot be written: records that wait in memory are lost, this one if it does not
+        fit, either.
         """
         try:
             self.write(record)

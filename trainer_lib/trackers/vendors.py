@@ -114,14 +114,14 @@ class TrackingCallback(TrainerCallback):
         if self._open:  # an earlier attempt in this process raised before it reached `on_train_end`
             self.close("FAILED")
         self._training = True
-        self._start(args, state, resume_step=int(state.global_step), model=kwargs.get("model"))
+        self._start(args, resume_step=int(state.global_step), model=kwargs.get("model"))
 
     @override
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if not logs or not state.is_world_process_zero:
             return
         if not self._started:  # evaluate() or predict() without train()
-            self._start(args, state, resume_step=0, model=kwargs.get("model"))
+            self._start(args, resume_step=0, model=kwargs.get("model"))
         self._mark_open()
         self._prepare(args).log(numbers_only(logs), int(state.global_step))
         if not self._training:
@@ -158,7 +158,7 @@ class TrackingCallback(TrainerCallback):
             self.tracker = self.create(args)
         return self.tracker
 
-    def _start(self, args: Any, state: Any, *, resume_step: int, model: Any) -> None:
+    def _start(self, args: Any, *, resume_step: int, model: Any) -> None:
         tracker, self._started = self._prepare(args), True
         self._mark_open()
         config = getattr(model, "config", None)
@@ -293,10 +293,9 @@ def is_reporter(callback: TrainerCallback) -> bool:
 
 
 def reporters(report_to: Iterable[str]) -> list[type[TrainerCallback]]:
-    """Return the callback classes behind the names of `report_to` (as the arguments hold it), each once.
+    """Return the callback classes behind the names of `report_to` (as the arguments hold it), without repetitions.
 
-    Raises:
-        MissingExtraError: the package of a name is not installed. "all" leaves such names out instead.
+    Raises MissingExtraError where the package of a name is not installed; "all" leaves such names out instead.
     """
     chosen: list[str] = []
     for name in report_to:
@@ -313,8 +312,7 @@ class TensorBoardTracker:
         folder: a local folder for the event files, because events are appended.
         writer: the caller's own `SummaryWriter`, which stays open; also the one in use, None before a start.
 
-    Raises:
-        ConfigError: the folder is on a remote store.
+    Raises ConfigError when the folder is on a remote store.
     """
 
     name = "tensorboard"

@@ -12,7 +12,6 @@ import functools
 import logging
 import math
 import os
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -429,7 +428,8 @@ class _RunDelivery:
             try:
                 _check_places(session, record)
                 if "file" in record:
-                    self._send_file(session, run_id, record)
+                    file, path = session.kept_file(record["file"]), PurePosixPath(record["path"])
+                    calls.send_file(self._client, run_id, file, path)
                 elif record.keys() & _MODELS:
                     deliver_model(self._client, run_id, record, session.path / "files")
                 elif "params" in record:
@@ -444,13 +444,6 @@ class _RunDelivery:
             session.state.files_offset = behind
             session.save_state()
         session.state.files_offset = behind
-
-    def _send_file(self, session: Session, run_id: str, record: Mapping[str, Any]) -> None:
-        path = PurePosixPath(record["path"])
-        with tempfile.TemporaryDirectory(prefix="trainflow-") as name:
-            folder = Path(name)  # a link in it: the file keeps its name, and no bytes are copied
-            (folder / path.name).symlink_to(session.kept_file(record["file"]))
-            calls.send_file(self._client, run_id, folder / path.name, path)
 
 
 def _check_places(session: Session, record: Mapping[str, Any]) -> None:
@@ -469,7 +462,6 @@ def _check_places(session: Session, record: Mapping[str, Any]) -> None:
 
 
 def _name_of(record: Mapping[str, Any]) -> str:
-    """The content of a record, in words."""
     if asked := record.get("registration"):
         return f"the version of {asked['name']}"
     return str(record.get("path", "a model" if record.keys() & _MODELS else "a file"))

@@ -110,20 +110,15 @@ class _Timed:
 
         return call
 
-    def read_artifact(self, run_id: str, path: str) -> bytes:
-        """Return the content of an artifact of a run."""
-        return self._read(lambda: self._client.get_run(run_id).info.artifact_uri, path)
+    def read_artifact(self, address: str, path: str) -> bytes:
+        """Return the content of a file below the address of a run's artifacts, or a logged model's.
 
-    def read_model_artifact(self, model_id: str, path: str) -> bytes:
-        """Return the content of an artifact of a logged model."""
-        return self._read(lambda: self._client.get_logged_model(model_id).artifact_location, path)
-
-    def _read(self, find: Callable[[], str], path: str) -> bytes:
-        """Return the content of a file below an address. The client's own download leaves threads behind."""
+        The client's own download leaves threads behind.
+        """
         from mlflow.store.artifact.artifact_repository_registry import get_artifact_repository
 
         with self._clock.request(), _typed(), tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
-            artifacts: Any = get_artifact_repository(find(), tracking_uri=self._client.tracking_uri)
+            artifacts: Any = get_artifact_repository(address, tracking_uri=self._client.tracking_uri)
             with artifacts.thread_pool:
                 return Path(artifacts.download_artifacts(path, folder)).read_bytes()
 
@@ -228,7 +223,7 @@ def _make_tables(database: Path) -> None:
 
 def connect_timed(tracking_uri: str, clock: Clock) -> MlflowClient:
     """Return a client whose calls are measured, and raise `GoneError` and `RefusedError` where they apply."""
-    load()
+    load()  # its time is none of the server's
     with clock.request():
         client = connect(tracking_uri)
     timed: Any = _Timed(client, clock)
@@ -399,11 +394,13 @@ def send_dataset(client: MlflowClient, run_id: str, record: Mapping[str, Any]) -
     client.log_inputs(run_id, [DatasetInput(Dataset(**record["dataset"]), [tag])])
 
 
-def send_file(client: MlflowClient, run_id: str, local: Path, artifact_path: PurePosixPath) -> None:
-    """Log a local file whose name is the last part of `artifact_path`."""
-    # MLflow takes None for the root, not ".".
-    folder = None if artifact_path.parent == PurePosixPath() else str(artifact_path.parent)
-    client.log_artifact(run_id, str(local), folder)
+def send_file(client: MlflowClient, run_id: str, local: Path, path: PurePosixPath) -> None:
+    """Log a local file as the artifact `path`."""
+    with tempfile.TemporaryDirectory(prefix="trainflow-") as folder:
+        link = Path(folder, path.name)  # it gives the file its name, and no bytes are copied
+        link.symlink_to(local)
+        # MLflow takes None for the root, not ".".
+        client.log_artifact(run_id, str(link), None if path.parent == PurePosixPath() else str(path.parent))
 
 
 def end_run(client: MlflowClient, run_id: str, status: str, end_ms: int | None) -> None:

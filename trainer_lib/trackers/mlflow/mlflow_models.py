@@ -65,7 +65,8 @@ _TYPES = {"bool": "boolean", "string": "string", "bytes": "binary", "binary": "b
 
 def send_flavor(client: Any, model_id: str, flavor: Flavor) -> None:
     """Add a flavor to a logged model, unless it has it. Raises RefusedError for a file that is not as committed."""
-    description = dict(parse_yaml(client.read_model_artifact(model_id, _MLMODEL).decode()))
+    address = client.get_logged_model(model_id).artifact_location
+    description = dict(parse_yaml(client.read_artifact(address, _MLMODEL).decode()))
     if flavor.name in description["flavors"]:
         return
     sizes: dict[str, dict[str, int]] = {}
@@ -213,8 +214,12 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 send_flavor(client, str(model.model_id), asked.flavor)
             version, verdict = register(client, str(model.model_id), run_id, asked)
             client.log_text(run_id, verdict.to_json(), f"registry/{asked.name}-version-{version}.json")
-            if record.get("kept_in"):
-                _keep_outcome(record["kept_in"], Registered.of(asked, version, verdict))
+            if record.get("kept_in"):  # the run's folder, for its report
+                outcome = json.dumps(to_record(Registered.of(asked, version, verdict)), allow_nan=False)
+                try:
+                    Store.open(record["kept_in"]).replace(OUTCOME_FILE, outcome.encode())
+                except (StorageError, ConfigError) as error:  # MLflow has it
+                    _log.debug("The outcome of the registration could not be kept: %s", error)
             note = "%s version %s is registered. %s"
             _log.warning(note, asked.name, version, verdict.reason, extra={"label": "note"})
         else:
@@ -224,14 +229,6 @@ def deliver_model(client: MlflowClient, run_id: str, record: Mapping[str, Any], 
                 link_metrics(client, run_id, str(model.model_id), measured["step"], measured["keys"])
     except GoneError as error:  # the run is there: it is the server that has no logged models
         raise RefusedError(first_line(error)) from error
-
-
-def _keep_outcome(folder: str, outcome: Registered) -> None:
-    """Write the outcome of a registration into the run's folder, for its report."""
-    try:
-        Store.open(folder).replace(OUTCOME_FILE, json.dumps(to_record(outcome), allow_nan=False).encode())
-    except (StorageError, ConfigError) as error:  # MLflow has it
-        _log.debug("The outcome of the registration could not be kept: %s", error)
 
 
 def bad_request(message: str) -> Exception:

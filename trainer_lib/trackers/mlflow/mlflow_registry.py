@@ -14,6 +14,7 @@ import contextlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trainer_lib.base.json_text import parse_json
@@ -123,13 +124,14 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
 
     Without a champion the candidate becomes it. Raises ConfigError for another metric, or other rows.
     """
+    verdict = partial(Verdict, candidate=candidate, champion=champion)
     if champion is None or champion == candidate:
         reason = "It is the first champion." if champion is None else "It is the champion."
-        return Verdict(promoted=True, reason=reason, candidate=candidate, champion=champion)
+        return verdict(promoted=True, reason=reason)
     if score is None or best is None:
         who = f"version {candidate}" if score is None else f"the champion, version {champion},"
         reason = f"Nothing is known of how {who} scored: set register.metric and evaluate."
-        return Verdict(promoted=False, reason=reason, candidate=candidate, champion=champion)
+        return verdict(promoted=False, reason=reason)
     if (score.metric, score.rows) != (best.metric, best.rows):
         what = f"by {best.metric}" if score.metric != best.metric else "on other rows"
         raise ConfigError(
@@ -148,17 +150,8 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
     interval = f"({number_words(low)} to {number_words(high)})"
     how = "its resamples are not known" if low is None else f"by {number_words(difference)} {interval}"
     reason = f"{score.metric} is {words} that of version {champion}: {how}."
-    return Verdict(
-        promoted=is_better,
-        reason=reason,
-        candidate=candidate,
-        champion=champion,
-        metric=score.metric,
-        difference=difference,
-        low=low,
-        high=high,
-        resamples=count,
-    )
+    compared = partial(verdict, metric=score.metric, difference=difference, low=low, high=high, resamples=count)
+    return compared(promoted=is_better, reason=reason)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -373,6 +366,7 @@ def _read_resamples(client: Any, run_id: str, path: str) -> tuple[float, ...]:
         sizes = {artifact.path: artifact.file_size for artifact in client.list_artifacts(run_id, _ARTIFACTS)}
         if sizes.get(path, _RESAMPLES_BYTES) >= _RESAMPLES_BYTES:
             return ()
-        return tuple(float(value) for value in parse_json(client.read_artifact(run_id, path)))
+        address = client.get_run(run_id).info.artifact_uri
+        return tuple(float(value) for value in parse_json(client.read_artifact(address, path)))
     except (GoneError, RefusedError, ValueError, TypeError):
         return ()
