@@ -217,23 +217,19 @@ class Guard:
     def _become_command(self, guard: int, environment: dict[str, str]) -> NoReturn:
         """Turn the forked child into the command, which dies with the guard and gets no input."""
         try:
-            self._leave_guard(guard)
+            prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+            if os.getppid() != guard:  # the guard died before the call above, so no signal will come
+                os._exit(127)
+            # An exec keeps ignored signals ignored, so the command would inherit the guard's.
+            signal.set_wakeup_fd(-1)
+            for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+                signal.signal(number, signal.SIG_DFL)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
             os.execvpe(self.command[0], self.command, environment)  # noqa: S606 (an argument list, no shell)
         except OSError as error:
             os.write(2, f"cannot start {self.command[0]}: {error.strerror}\n".encode())
         finally:
             os._exit(127)
-
-    @staticmethod
-    def _leave_guard(guard: int) -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
-        if os.getppid() != guard:  # the guard died before the call above, so no signal will come
-            os._exit(127)
-        # An exec keeps ignored signals ignored, so the command would inherit the guard's.
-        signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
 
     def _wait(self) -> None:
         wake = self.wake[0]

@@ -22,7 +22,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from types import ModuleType, TracebackType
+from types import ModuleType
 from typing import Any, Self
 
 from trainer_lib.arguments import TrainingArguments
@@ -86,9 +86,7 @@ class Installation:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if _installed and _installed[-1] is self:
             _installed.pop()
         self.undo()

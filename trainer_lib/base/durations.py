@@ -13,7 +13,6 @@ FORMS = "Write a number with its unit: 90s, 30m, 12h, 1d, 2w, or 1d12h."
 _PART = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)
 # What is called older than a year by mistake is mostly a unit that was not meant.
 _MOST_S = 100 * 365 * 86_400
-_SHOWN = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
 
 
 def read_seconds(text: str) -> float | None:
@@ -53,7 +52,7 @@ def describe(length: timedelta) -> str:
     """``1 d``, ``12 h``, ``1 d 6 h``, ``0.5 s``."""
     left = length.total_seconds()
     parts = []
-    for unit, seconds in _SHOWN[:-1]:
+    for unit, seconds in (("d", 86_400), ("h", 3600), ("min", 60)):
         count, left = divmod(left, seconds)
         if count:
             parts.append(f"{count:g} {unit}")

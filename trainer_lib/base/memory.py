@@ -99,7 +99,6 @@ class MemoryTracker:
             self._peak = max(self._peak, self._process.memory_info().rss)
 
     def _read(self) -> dict[str, int]:
-        """Bytes in use, by kind of memory."""
         used = {"cpu": 0 if self._process is None else int(self._process.memory_info().rss)}
         return used if self._gpu is None else {**used, "gpu": torch.cuda.memory_allocated(self._gpu)}
 

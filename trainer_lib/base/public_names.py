@@ -21,6 +21,7 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
     stub = ast.parse(Path(file).with_suffix(".pyi").read_text(encoding="utf-8"))
     imports = [node for node in stub.body if isinstance(node, ast.ImportFrom)]
     homes = {alias.name: str(node.module) for node in imports for alias in node.names}
+    installed = {owner for owner in {home.partition(".")[0] for home in homes.values()} if find_spec(owner)}
 
     def get(name: str) -> Any:
         if name not in homes:
@@ -36,5 +37,5 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
         setattr(sys.modules[package], name, value)  # the next use finds it without this function
         return value
 
-    public = sorted(name for name, home in homes.items() if find_spec(home.partition(".")[0]))
+    public = sorted(name for name, home in homes.items() if home.partition(".")[0] in installed)
     return get, lambda: sorted({*vars(sys.modules[package]), *public}), public

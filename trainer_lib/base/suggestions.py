@@ -56,7 +56,7 @@ def to_terminal(text: str) -> str:
     """Return text whose control characters, marks of direction and lone surrogates are written out: `\\x1b`."""
     if text.isascii() and text.isprintable():
         return text
-    return "".join(char if _is_shown(char) else _written_out(char) for char in text)
+    return "".join(map(_shown, text))
 
 
 def to_cell(text: str, longest: int = _LONGEST) -> str:
@@ -78,9 +78,7 @@ def to_html(text: str) -> str:
     return html.escape(to_terminal(text))
 
 
-def _is_shown(char: str) -> bool:
-    return char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs"
-
-
-def _written_out(char: str) -> str:
+def _shown(char: str) -> str:
+    if char.isprintable() or char in _KEPT or unicodedata.category(char) == "Zs":
+        return char
     return f"\\x{ord(char):02x}" if ord(char) < 0x100 else f"\\u{ord(char):04x}"

@@ -64,7 +64,10 @@ def parse_yaml_with_lines(text: str, *, tag: str | None = None) -> tuple[Any, di
     """Return the document in `text`, as `parse_yaml`, and the line (from 1) of every dotted key and list index."""
     reader = YAML(typ="safe", pure=True)
     reader.Resolver = _CoreSchema
-    reader.Constructor = _PlainConstructor if tag is None else _allow(tag)
+    reader.Constructor = _PlainConstructor
+    if tag is not None:
+        reader.Constructor = type("_TaggedConstructor", (_PlainConstructor,), {})
+        reader.Constructor.add_constructor(tag, lambda self, node: Tagged(self.construct_scalar(node)))
     lines: dict[str, int] = {}
     try:
         node = reader.compose(text)
@@ -80,14 +83,6 @@ def parse_yaml_with_lines(text: str, *, tag: str | None = None) -> tuple[Any, di
         raise
     except ValueError:  # a tag that its text does not fit: `!!int many`
         raise YamlProblem("a value does not fit its tag") from None
-
-
-def _allow(tag: str) -> type[SafeConstructor]:
-    class Allowing(_PlainConstructor):
-        pass
-
-    Allowing.add_constructor(tag, lambda self, node: Tagged(self.construct_scalar(node)))
-    return Allowing
 
 
 def parse_yaml_scalar(text: str) -> Any:

@@ -125,53 +125,28 @@ def footprints(
     masters, activations = share(gradients), size.activation_bytes
     if activations is not None and alone is not None:
         activations = round(activations * alone / size.micro_batch)
-    held: dict[str, tuple[int, int, int | None, int]] = {
-        "single": (whole, gradients, optimizer, 0),
-        "ddp": (whole, gradients, optimizer, gradients),
-        "fsdp": (share(whole), share(gradients), share(optimizer), 2 * gathered),
-        "zero-1": (whole + masters, gradients, share(optimizer), bucket),
-        "zero-2": (whole + masters, share(gradients), share(optimizer), bucket),
-        "zero-3": (share(whole) + masters, share(gradients), share(optimizer), bucket + gathered),
+    parts = writers or processes
+    # Parameters, gradients, optimizer, exchange; a checkpoint of each rank that writes, and the number of those.
+    held: dict[str, tuple[int, int, int | None, int, int | None, int]] = {
+        "single": (whole, gradients, optimizer, 0, written, 1),
+        "ddp": (whole, gradients, optimizer, gradients, written, 1),
+        "fsdp": (share(whole), share(gradients), share(optimizer), 2 * gathered, _divided_by(parts)(written), parts),
+        "zero-1": (whole + masters, gradients, share(optimizer), bucket, written, 1),
+        "zero-2": (whole + masters, share(gradients), share(optimizer), bucket, written, 1),
+        "zero-3": (share(whole) + masters, share(gradients), share(optimizer), bucket + gathered, written, 1),
     }
-    rows = [
-        Footprint(
-            name,
-            1 if name == "single" else processes,
-            parameters=parameters,
-            gradients=held_gradients,
-            optimizer=held_optimizer,
-            exchange=exchange,
-            activations=activations if name == "single" else size.activation_bytes,
-            evaluation=size.evaluation_bytes,
-            checkpoint=_divided_by(parts)(written),
-            writers=parts,
-        )
-        for name, (parameters, held_gradients, held_optimizer, exchange) in held.items()
-        for parts in [(writers or processes) if name == "fsdp" else 1]
-    ]
-    return rows if layout is None else [*rows, _of_layout(size, processes, layout, written, 2 * gathered)]
-
-
-def _of_layout(
-    size: ModelSize, processes: int, layout: tuple[int, int, int], written: int | None, exchanged: int
-) -> Footprint:
-    """The bytes of a rank of `layout`: copies, shards, tensor ranks; `exchanged` by FSDP, of it whole."""
-    copies, shards, tensor = layout
-    factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(size.parameter_bytes, 1)
-    part = _divided_by(shards, factor)
-    exchange = exchanged if shards > 1 else size.gradient_bytes if copies > 1 else 0
-    return Footprint(
-        "layout",
-        processes,
-        parameters=part(size.parameter_bytes),
-        gradients=part(size.gradient_bytes),
-        optimizer=part(size.optimizer_bytes),
-        exchange=math.ceil(exchange * factor),
-        activations=size.activation_bytes,
-        evaluation=size.evaluation_bytes,
-        checkpoint=part(written),
-        writers=shards * tensor,
-    )
+    if layout is not None:
+        copies, shards, tensor = layout
+        factor = 1 - size.divided_bytes * (1 - 1 / tensor) / max(whole, 1)
+        part = _divided_by(shards, factor)
+        exchange = math.ceil((2 * gathered if shards > 1 else gradients if copies > 1 else 0) * factor)
+        held["layout"] = (part(whole), part(gradients), part(optimizer), exchange, part(written), shards * tensor)
+    rows = []
+    for name, (parameters, of_gradients, of_optimizer, exchange, checkpoint, writing) in held.items():
+        ranks, of_step = (1, activations) if name == "single" else (processes, size.activation_bytes)
+        state = (parameters, of_gradients, of_optimizer, exchange)
+        rows.append(Footprint(name, ranks, *state, of_step, size.evaluation_bytes, checkpoint, writing))
+    return rows
 
 
 def _divided_by(processes: int, factor: float = 1.0) -> Callable[..., int]:

@@ -122,23 +122,15 @@ def find_returned_names(tree: ast.Module, name: str) -> list[str] | None:
 
 
 def _signature_of(args: ast.arguments) -> inspect.Signature:
-    positional = [*args.posonlyargs, *args.args]
-    required = len(positional) - len(args.defaults)
     kinds = inspect.Parameter
-    parameters = [
-        kinds(
-            arg.arg,
-            kinds.POSITIONAL_ONLY if number < len(args.posonlyargs) else kinds.POSITIONAL_OR_KEYWORD,
-            default=kinds.empty if number < required else None,
-        )
-        for number, arg in enumerate(positional)
-    ]
+    positional = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    positional += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
+    required = len(positional) - len(args.defaults)
+    parameters = [kinds(arg.arg, kind) for arg, kind in positional[:required]]
+    parameters += [kinds(arg.arg, kind, default=None) for arg, kind in positional[required:]]
     parameters += [kinds(args.vararg.arg, kinds.VAR_POSITIONAL)] if args.vararg else []
-    defaults = [kinds.empty if default is None else None for default in args.kw_defaults]
-    parameters += [
-        kinds(arg.arg, kinds.KEYWORD_ONLY, default=default)
-        for arg, default in zip(args.kwonlyargs, defaults, strict=True)
-    ]
+    for arg, value in zip(args.kwonlyargs, args.kw_defaults, strict=True):
+        parameters.append(kinds(arg.arg, kinds.KEYWORD_ONLY, default=kinds.empty if value is None else None))
     parameters += [kinds(args.kwarg.arg, kinds.VAR_KEYWORD)] if args.kwarg else []
     return inspect.Signature(parameters)
 
@@ -160,22 +152,14 @@ def wrong_result(name: str, wanted: str, value: object, *, remedy: str) -> Confi
     return ConfigError(what, field=name, remedy=remedy)
 
 
-def check_batch(value: object) -> None:
-    """Raise ConfigError for a result of `collate` that is not a batch."""
-    if value is None:
+def check_result(name: str, value: object) -> None:
+    """Raise ConfigError for a result of `collate` that is no batch, or of `compute_loss_func` without a gradient."""
+    if name == "collate" and value is None:
         remedy = 'Return for example {"x": tensor, "labels": tensor}.'
-        raise wrong_result("collate", "a mapping of names to tensors", value, remedy=remedy)
-
-
-def check_loss(value: object) -> None:
-    """Raise ConfigError for a result of `compute_loss_func` that is not a tensor with a gradient."""
-    if not hasattr(value, "backward"):
+        raise wrong_result(name, "a mapping of names to tensors", value, remedy=remedy)
+    if name == "compute_loss_func" and not hasattr(value, "backward"):
         remedy = "Return the tensor itself, without item() or float()."
-        raise wrong_result("compute_loss_func", "the loss as a tensor", value, remedy=remedy)
-
-
-RESULTS: Mapping[str, Callable[[object], None]] = {"collate": check_batch, "compute_loss_func": check_loss}
-"""Function -> the check of what it returned, for those that the Trainer calls."""
+        raise wrong_result(name, "the loss as a tensor", value, remedy=remedy)
 
 
 def as_splits(name: str, value: object) -> dict[str, Iterable[Mapping[str, Any]]]:
@@ -255,23 +239,18 @@ def as_measurements(value: object) -> tuple[dict[str, float], dict[str, bytes]]:
         raise ConfigError("after_evaluate() returned unknown keys.", field="recipe", value=unknown, remedy=remedy)
     if not isinstance(value, Mapping) or not all(isinstance(part, Mapping) for part in inner.values()):
         raise wrong_result("after_evaluate", "metrics and files by name", value, remedy=remedy)
+    metrics: dict[str, float] = {}
+    files: dict[str, bytes] = {}
     for name, content in inner["files"].items():
         if not isinstance(content, bytes | bytearray | str):
             raise wrong_result("after_evaluate", f"bytes or text for the file '{name}'", content, remedy=remedy)
-    return (
-        {str(name): _number("after_evaluate", name, number, remedy) for name, number in inner["metrics"].items()},
-        {
-            str(name): content.encode() if isinstance(content, str) else bytes(content)
-            for name, content in inner["files"].items()
-        },
-    )
-
-
-def _number(function: str, name: object, value: Any, remedy: str) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        raise wrong_result(function, f"a number for '{name}'", value, remedy=remedy) from None
+        files[str(name)] = content.encode() if isinstance(content, str) else bytes(content)
+    for name, number in inner["metrics"].items():
+        try:
+            metrics[str(name)] = float(number)
+        except (TypeError, ValueError):
+            raise wrong_result("after_evaluate", f"a number for '{name}'", number, remedy=remedy) from None
+    return metrics, files
 
 
 def user_error(error: BaseException, root: Path) -> TrainflowError:

@@ -337,14 +337,12 @@ class Hook:
     def __init__(self, recipe: Recipe, name: str, function: Callable[..., Any]) -> None:
         functools.update_wrapper(self, function)
         self._recipe, self._name, self._function = recipe, name, function
-        self._check = recipe_functions.RESULTS.get(name)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         with self._recipe.guarded():
             result = self._function(*args, **kwargs)
-            if self._check is not None:
-                self._check(result)
+            recipe_functions.check_result(self._name, result)
             return result
 
     def __reduce__(self) -> tuple[Any, ...]:
