@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError, StorageError
 
@@ -49,8 +49,7 @@ def check_target(folder: Path, recipe: str) -> None:
     """Raise ConfigError unless a project with this recipe can be written into a folder."""
     from trainflow.flows.spec.spec import PipelineSpec
 
-    if recipe not in (known := templates()):
-        raise ConfigError("No recipe has this name.", field="--recipe", value=recipe, remedy=suggestion(recipe, known))
+    require_known(recipe, templates(), "No recipe has this name.", field="--recipe")
     name = folder.absolute().name
     pattern = next(rule.pattern for rule in PipelineSpec.model_fields["name"].metadata if hasattr(rule, "pattern"))
     if not re.match(pattern, name):

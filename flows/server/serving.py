@@ -24,7 +24,7 @@ import psutil
 from rich.text import Text
 
 from trainer_lib.base.restore_process import variables_kept
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError, InfrastructureError
 from trainflow.flows.records.prefect_runs import FLOW
 from trainflow.flows.server.api import prefect_api
@@ -289,9 +289,8 @@ def _read_variable(text: str, known: Mapping[str, Any]) -> tuple[str, Any]:
     if not equals or not name:
         remedy = "Write for example --job-variable image_pull_policy=Always."
         raise ConfigError("A job variable has the form NAME=VALUE.", field="--job-variable", value=text, remedy=remedy)
-    if known and name not in known:
-        remedy = suggestion(name, sorted(known))
-        raise ConfigError("The work pool has no such variable.", field="--job-variable", value=name, remedy=remedy)
+    if known:
+        require_known(name, sorted(known), "The work pool has no such variable.", field="--job-variable")
     try:
         return name, parse_override_value(value)
     except ValueError as error:

@@ -15,7 +15,7 @@ from trainer_lib import secrets
 from trainer_lib.base.durations import describe
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.paths import expand_home
-from trainer_lib.base.suggestions import nearest, suggestion
+from trainer_lib.base.suggestions import nearest, require_known, suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.recipe_functions import INSTEAD, check_definitions, find_returned_names
 from trainer_lib.protocol.recipe_names import ABOUT, recipe_name
@@ -179,10 +179,7 @@ def _check_refresh(spec: PipelineSpec) -> None:
     stages = {name: stage for stage in all_stages() for name in (stage.section, stage.name)}
     for name, age in spec.refresh.items():
         field = f"refresh.{name}"
-        if name not in stages:
-            raise ConfigError(
-                "This stage does not exist.", field=field, value=describe(age), remedy=suggestion(name, stages)
-            )
+        require_known(name, stages, "This stage does not exist.", field=field, value=describe(age))
         stage = stages[name]
         if stage.name != stage.section and {stage.name, stage.section} <= set(spec.refresh):
             what = f"The stage {stage.name} is named twice."
@@ -388,7 +385,5 @@ def check_splits(spec: PipelineSpec, prepared: Mapping[str, PreparedSplit]) -> N
         raise ConfigError("The prepared data has no such split.", field=field, value=split, remedy=remedy)
     for column in spec.evaluate.slices if spec.evaluate.enabled else ():
         for split in spec.evaluate.splits:
-            if column not in prepared[split].columns:
-                what = f"The rows of the split '{split}' have no such column."
-                remedy = suggestion(column, prepared[split].columns)
-                raise ConfigError(what, field="evaluate.slices", value=column, remedy=remedy)
+            what = f"The rows of the split '{split}' have no such column."
+            require_known(column, prepared[split].columns, what, field="evaluate.slices")

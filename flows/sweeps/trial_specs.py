@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import nearest, suggestion
+from trainer_lib.base.suggestions import nearest, require_known
 from trainer_lib.errors import ConfigError
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import compare_all_keys
@@ -205,8 +205,8 @@ def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:
 
 
 def _check_measured(name: str, names: Sequence[str], field: str) -> None:
-    if names and name not in names:
-        raise ConfigError("No evaluation reports this metric.", field=field, value=name, remedy=suggestion(name, names))
+    if names:
+        require_known(name, names, "No evaluation reports this metric.", field=field)
 
 
 def _check_evaluated(spec: PipelineSpec, resolver: Resolver, name: str, field: str) -> None:

@@ -21,7 +21,7 @@ from trainer_lib.arguments.configs.fsdp_config import read_settings
 from trainer_lib.arguments.configs.parallelism_config import PeerSizes, check_layout
 from trainer_lib.arguments.enums import DebugOption, FSDPOption, IntervalStrategy, SaveStrategy, SchedulerType
 from trainer_lib.arguments.fields import Unset, field_map
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -135,9 +135,7 @@ def _expanded(folder: str | None) -> str | None:
 def _words(name: str, value: Any, allowed: list[str]) -> list[str]:
     words = value.replace(",", " ").split() if isinstance(value, str) else [str(word) for word in value or []]
     for word in words:
-        if word not in allowed:
-            remedy = suggestion(word, allowed)
-            raise ConfigError("This is not one of the choices.", field=name, value=word, remedy=remedy)
+        require_known(word, allowed, field=name)
     return words
 
 
@@ -145,10 +143,7 @@ def _reporters(value: Any) -> list[str]:
     names = [part.strip() for part in value.split(",")] if isinstance(value, str) else list(value or [])
     names = [name for name in dict.fromkeys(names) if name and name != "none"]
     for name in names:
-        if name != "all" and name not in REPORTERS:
-            options = [*REPORTERS, "all", "none"]
-            remedy = suggestion(name, options)
-            raise ConfigError("No tracker has this name.", field="report_to", value=name, remedy=remedy)
+        require_known(name, [*REPORTERS, "all", "none"], "No tracker has this name.", field="report_to")
     return names
 
 

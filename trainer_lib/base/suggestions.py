@@ -8,7 +8,10 @@ from __future__ import annotations
 import difflib
 import html
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from typing import Any
+
+from trainer_lib.errors import ConfigError
 
 _LONGEST = 1000
 # Joiners are part of words (Persian, Hindi) and of emoji.
@@ -50,6 +53,16 @@ def suggestion(name: str, options: Iterable[str], *, listing: bool = True) -> st
     if close is not None:
         return f'Did you mean "{close}"?'
     return f"Choose one of: {', '.join(names)}." if listing else "Remove it."
+
+
+def require_known(
+    name: Any, options: Collection[Any], what: str = "This is not one of the choices.", *, field: str, value: Any = ...
+) -> None:
+    """Raise ConfigError, with a suggestion, for a name that is not among `options`; `value` is shown instead of it."""
+    if name not in options:
+        raise ConfigError(
+            what, field=field, value=name if value is ... else value, remedy=suggestion(str(name), options)
+        )
 
 
 def to_terminal(text: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.distributed.agreement import run_on_all_ranks
 from trainer_lib.distributed.communicator import Communicator
 from trainer_lib.errors import ConfigError
@@ -109,10 +109,7 @@ def parse_directions(direction: Any) -> list[str]:
     texts = [str(getattr(choice, "name", choice)).lower() for choice in given]
     # An empty list is refused like an unknown direction.
     for text in texts or [""]:
-        if text not in DIRECTIONS:
-            raise ConfigError(
-                "The direction is unknown.", field="direction", value=text, remedy=suggestion(text, DIRECTIONS)
-            )
+        require_known(text, DIRECTIONS, "The direction is unknown.", field="direction")
     return texts
 
 

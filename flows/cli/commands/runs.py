@@ -12,7 +12,7 @@ import typer
 from rich.text import Text
 
 from trainer_lib.base.durations import describe_seconds
-from trainer_lib.base.suggestions import number_words, suggestion, to_cell
+from trainer_lib.base.suggestions import number_words, require_known, suggestion, to_cell
 from trainer_lib.errors import ConfigError
 from trainer_lib.trackers.names import with_intervals
 from trainflow.flows.cli import terminal
@@ -193,9 +193,8 @@ def tag(
 def _require_states(names: Iterable[str]) -> None:
     """Raises ConfigError for a word that is not the state of a run."""
     for name in names:
-        if name not in _STATES:
-            what = f"This is not the state of a run; there are {', '.join(_STATES)}."
-            raise ConfigError(what, field="--state", value=name, remedy=suggestion(name, _STATES))
+        what = f"This is not the state of a run; there are {', '.join(_STATES)}."
+        require_known(name, _STATES, what, field="--state")
 
 
 def _started(run: PastRun) -> datetime:

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
 from trainer_lib.arguments.coerce import coerce, read_mapping
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -144,9 +144,7 @@ class BatchSettings:
 def refuse_unknown(values: Mapping[str, Any]) -> None:
     """Raise ConfigError for a name that is not a setting, also of gradient_accumulation_kwargs."""
     for name in values:
-        if name not in ACCELERATOR_KEYS:
-            remedy = suggestion(str(name), ACCELERATOR_KEYS)
-            raise ConfigError("No setting has this name.", field=_FIELD, value=str(name), remedy=remedy)
+        require_known(name, ACCELERATOR_KEYS, "No setting has this name.", field=_FIELD, value=str(name))
     group = values.get(_ACCUMULATION) or {}
     field = f"{_FIELD}.{_ACCUMULATION}"
     if not isinstance(group, Mapping):
@@ -156,9 +154,7 @@ def refuse_unknown(values: Mapping[str, Any]) -> None:
             remedy = "Remove it; set gradient_accumulation_steps."
             what = "This contradicts gradient_accumulation_steps."
             raise ConfigError(what, field=f"{field}.{name}", value=value, remedy=remedy)
-        if name not in _ACCUMULATION_KEYS:
-            remedy = suggestion(str(name), _ACCUMULATION_KEYS)
-            raise ConfigError("No setting has this name.", field=f"{field}.{name}", value=value, remedy=remedy)
+        require_known(name, _ACCUMULATION_KEYS, "No setting has this name.", field=f"{field}.{name}", value=value)
 
 
 def total_batch_size(args: ArgumentGroups, *, data_parallel_size: int, settings: BatchSettings | None = None) -> int:

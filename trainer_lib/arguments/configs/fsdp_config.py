@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments.coerce import coerce, read_mapping
 from trainer_lib.arguments.enums import FSDPOption
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -113,8 +113,7 @@ def read_settings(args: ArgumentGroups) -> FsdpSettings | None:
     if FSDPOption.OFFLOAD in words:
         reading.set_value("offload", True, by="fsdp")
     for key, value in values.items():
-        if key not in KEYS:
-            raise ConfigError("No setting has this name.", field=FIELD, value=key, remedy=suggestion(key, KEYS))
+        require_known(key, KEYS, "No setting has this name.", field=FIELD)
         # null in a file that was written out in full asks for nothing.
         if value is not None:
             KEYS[key](reading, f"{FIELD}.{key}", value)
@@ -171,9 +170,7 @@ def _flag(key: str, value: Any) -> Any:
 def _choice(options: Mapping[str, Any]) -> Callable[[str, Any], Any]:
     def convert(key: str, value: Any) -> Any:
         word = str(value).strip().lower()
-        if word not in options:
-            remedy = suggestion(word, options)
-            raise ConfigError("This is not one of the choices.", field=key, value=value, remedy=remedy)
+        require_known(word, options, field=key, value=value)
         return options[word]
 
     return convert

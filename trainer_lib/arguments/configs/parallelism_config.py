@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments.coerce import coerce
 from trainer_lib.arguments.configs.fsdp_config import FsdpSettings, read_settings, refuse_unshardable
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known, suggestion
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -240,9 +240,7 @@ def _read_plan(field: str, value: Any) -> dict[str, str] | None:
         raise ConfigError("This is not a plan.", field=field, value=value, remedy=remedy)
     plan = {str(pattern): _OLD_STYLES.get(str(style), str(style)) for pattern, style in value.items()}
     for pattern, style in plan.items():
-        if style not in STYLES:
-            field = f"{field}.{pattern}"
-            raise ConfigError("No style has this name.", field=field, value=style, remedy=suggestion(style, STYLES))
+        require_known(style, STYLES, "No style has this name.", field=f"{field}.{pattern}")
     return plan
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError, DataError
 
 FIELD = "prepare.mixture"
@@ -114,9 +114,7 @@ def count_sources(
 def merge_weights(known: Mapping[str, float], asked: Mapping[str, float], *, field: str) -> dict[str, float]:
     """The weights after a change, which keeps those of other sources. Raises ConfigError for wrong weights."""
     for name, weight in asked.items():
-        if name not in known:
-            what, remedy = "The mixture has no such source.", suggestion(name, known)
-            raise ConfigError(what, field=field, value=name, remedy=remedy)
+        require_known(name, known, "The mixture has no such source.", field=field)
         if not 0 <= weight < float("inf"):
             what, remedy = "This is not a weight.", "Give a number from 0 on."
             raise ConfigError(what, field=f"{field}.{name}", value=weight, remedy=remedy)

@@ -22,7 +22,7 @@ from urllib.parse import unquote
 
 import pyarrow as pa
 
-from trainer_lib.base.suggestions import counted, suggestion
+from trainer_lib.base.suggestions import counted, require_known
 from trainer_lib.data.rows.row_sources import RowFile, packing_of
 from trainer_lib.errors import ConfigError, MissingExtraError
 
@@ -235,9 +235,7 @@ def read_sheet(stream: Any, file: RowFile, reading: Reading, notes: list[str]) -
     book = openpyxl.load_workbook(stream, read_only=True, data_only=True)
     names = list(book.sheetnames)
     name = reading.sheet or next((sheet for sheet in names if _has_rows(book[sheet])), names[0])
-    if name not in names:
-        remedy = suggestion(name, names)
-        raise ConfigError("The workbook has no such sheet.", field=f"{FIELD}.sheet", value=name, remedy=remedy)
+    require_known(name, names, "The workbook has no such sheet.", field=f"{FIELD}.sheet")
     if reading.sheet is None and len(names) > 1:
         others = ", ".join(other for other in names if other != name)
         first = "first sheet" if name == names[0] else "first sheet with rows"

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, NotRequired, TypedDict
 
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known, suggestion
 from trainer_lib.errors import ConfigError
 
 CLASS, SEVERAL, ORDER, NUMBER = TARGETS = ("class", "several", "order", "number")
@@ -70,9 +70,7 @@ def choose(options: Mapping[str, Any], defaults: Mapping[str, Any], *, field: st
         ConfigError: an option is unknown, or has another type than its default.
     """
     for name, value in options.items():
-        if name not in defaults:
-            what, remedy = "The recipe has no such option.", suggestion(name, defaults)
-            raise ConfigError(what, field=f"{field}.{name}", value=value, remedy=remedy)
+        require_known(name, defaults, "The recipe has no such option.", field=f"{field}.{name}", value=value)
         wanted = defaults[name]
         kinds = (int, float) if isinstance(wanted, float) else (type(wanted),)
         wrong = not isinstance(value, kinds) or (isinstance(value, bool) and not isinstance(wanted, bool))

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits, log_softmax, mse_loss
 
 from trainer_lib.base.outputs import EvalPrediction
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError
 from trainer_lib.recipes.shared.recipe_options import CLASS, NUMBER, ORDER, SEVERAL, choose
 from trainer_lib.trainer.model.models import innermost
@@ -223,9 +223,7 @@ def find_weights(given: Any, info: Mapping[str, Any]) -> list[float] | None:
         raise ConfigError("These are not weights of classes.", field=field, value=given, remedy=remedy)
     by_name = {str(name): weight for name, weight in given.items()}
     for name, weight in by_name.items():
-        if name not in classes:
-            what, remedy = "The data has no such class.", suggestion(name, classes)
-            raise ConfigError(what, field=f"{field}.{name}", value=weight, remedy=remedy)
+        require_known(name, classes, "The data has no such class.", field=f"{field}.{name}", value=weight)
         if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < float("inf"):
             remedy = "Give a number above 0: 5 has a row count like five."
             raise ConfigError("This is not a weight.", field=f"{field}.{name}", value=weight, remedy=remedy)

@@ -23,7 +23,7 @@ from torch import nn
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import read_layout
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known, suggestion
 from trainer_lib.distributed.precision import check_float8
 from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.strategies.recomputation import Recomputation, find_blocks
@@ -331,11 +331,9 @@ def _refuse_checkpointing_names(settings: Mapping[str, Any]) -> None:
     """Raise ConfigError for what torch's checkpoint() does not know: it would hand that on to the layers."""
     parameters = inspect.signature(torch.utils.checkpoint.checkpoint).parameters
     known = [name for name in parameters if name not in ("function", "args", "kwargs")] + ["preserve_rng_state"]
-    for name in settings:
-        if name not in known:
-            field = f"gradient_checkpointing_kwargs.{name}"
-            what = "torch.utils.checkpoint has no such setting."
-            raise ConfigError(what, field=field, value=settings[name], remedy=suggestion(name, known))
+    for name, value in settings.items():
+        what = "torch.utils.checkpoint has no such setting."
+        require_known(name, known, what, field=f"gradient_checkpointing_kwargs.{name}", value=value)
 
 
 def checkpointing_switch(model: nn.Module) -> Callable[..., Any]:
