@@ -1,7 +1,7 @@
 """Losses and gradient norms of the steps since the last log, kept on the device: nothing waits for it in between.
 
-A step costs two list appends. A log, a save or an evaluation collects the numbers, which waits for the device once. A
-run that never logs collects them every 1,024 steps, so the lists stay short and non-finite steps are noticed.
+A step costs one append to a list. A log, a save or an evaluation collects the numbers, which waits for the device
+once. A run that never logs collects them every 1,024 steps, so the list stays short and non-finite steps are noticed.
 
 Loss spikes are found in these numbers, step by step, so neither how often they are collected nor a stop in between
 changes which step it is: the first whose loss exceeds the mean of the `window` steps before it by `sigma` of their
@@ -105,9 +105,8 @@ class StepHistory:
         self.sources = sources
         self._limit = nonfinite_limit
         self._spikes = spikes
-        self._losses: list[torch.Tensor] = []
-        self._norms: list[torch.Tensor] = []
-        self._targets: list[tuple[bool, int]] = []  # for each step: does it have any; micro-batches without
+        # Steps that are not collected: loss, norm, whether there are targets, micro-batches without any.
+        self._steps: list[tuple[torch.Tensor, torch.Tensor, bool, int]] = []
         self._since_log: list[tuple[float, float]] = []  # (loss, norm) of collected steps
         self._total = 0.0
         self._counted = 0
@@ -124,21 +123,19 @@ class StepHistory:
 
         `has_targets`: on all ranks together; `empty_batches`: micro-batches of this rank without any.
         """
-        self._losses.append(loss)
-        self._norms.append(norm)
-        self._targets.append((has_targets, empty_batches))
+        self._steps.append((loss, norm, has_targets, empty_batches))
         self._empty_in_a_row = 0 if has_targets else self._empty_in_a_row + 1
 
     def sum_since_log(self) -> torch.Tensor:
         """The sum of the finite losses since the last log ``[]``, for an override that logs by itself."""
         collected = math.fsum(loss for loss, _ in self._since_log if math.isfinite(loss))
-        newest = torch.stack(self._losses).float().sum() if self._losses else torch.zeros(())
+        newest = torch.stack([loss for loss, *_ in self._steps]).float().sum() if self._steps else torch.zeros(())
         return newest + collected
 
     @property
     def steps_since_log(self) -> int:
         """Steps that no log entry covers yet."""
-        return len(self._since_log) + len(self._losses)
+        return len(self._since_log) + len(self._steps)
 
     def unlogged(self, step: int) -> list[tuple[int, float]]:
         """(step, loss) of the collected steps that no log entry covers, up to `step`; call after `collect`."""
@@ -152,25 +149,28 @@ class StepHistory:
     @property
     def full(self) -> bool:
         """Whether there are enough steps to collect them without a log, or so many without targets in a row."""
-        return len(self._losses) >= _LIMIT or self._empty_in_a_row >= self._limit
+        return len(self._steps) >= _LIMIT or self._empty_in_a_row >= self._limit
 
     def collect(self, step: int) -> None:
         """Bring all numbers to the host. Collective. Raises NonFiniteError, DataError and SpikeFound."""
-        if not self._losses:
+        if not self._steps:
             return
-        empty = torch.tensor([float(count) for _, count in self._targets], device=self._losses[0].device)
-        sums = self._strategy.sum(torch.stack([torch.stack(self._losses).float(), empty]))
+        own_losses, norms, have_targets, counts = zip(*self._steps, strict=True)
+        empty = torch.tensor(counts, dtype=torch.float32, device=own_losses[0].device)
+        sums = self._strategy.sum(torch.stack([torch.stack(own_losses).float(), empty]))
         losses = sums[0] / self._strategy.comm.world_size
-        values = torch.stack([losses, torch.stack(self._norms).float(), sums[1]]).tolist()  # one transfer for all
+        values = torch.stack([losses, torch.stack(norms).float(), sums[1]]).tolist()  # one transfer for all
         self.batches_without_targets += int(sum(values.pop())) // sharers(self._strategy.comm)
         if self.sources is not None:
             self.sources.collect(lambda own: self._strategy.sum(own) / sharers(self._strategy.comm), losses.device)
-        if self._spikes is not None:
-            self._note_watched(self._spikes, step, values)
-        else:
-            for loss, norm, (has_targets, _) in zip(*values, self._targets, strict=True):
-                self._note(loss, norm, has_targets)
-        self._losses, self._norms, self._targets, self._empty_in_a_row = [], [], [], 0
+        if self._spikes is not None:  # sums are equal on all ranks; one decision does not rely on it
+            values = self._strategy.comm.broadcast_json(values)
+        first = step - len(self._steps) + 1
+        for number, noted in enumerate(zip(*values, have_targets, strict=True), start=first):
+            self._note(*noted)
+            if self._spikes is not None:
+                self._look_for_spike(self._spikes, number, noted[0])
+        self._steps, self._empty_in_a_row = [], 0
         if self._in_a_row >= self._limit:
             raise NonFiniteError(
                 f"Loss or gradients were NaN or infinite for {self._in_a_row} steps in a row, "
@@ -193,17 +193,11 @@ class StepHistory:
                 "the rows, with labels other than -100.",
             )
 
-    def _note_watched(self, spikes: SpikeWatch, step: int, values: list[list[float]]) -> None:
-        """Note the steps up to `step` one by one; the first that spikes ends it."""
-        # Sums are equal on all ranks; one decision does not rely on it.
-        losses, norms = self._strategy.comm.broadcast_json(values)
-        steps = enumerate(zip(losses, norms, self._targets, strict=True), start=step - len(losses) + 1)
-        for number, (loss, norm, (has_targets, _)) in steps:
-            self._note(loss, norm, has_targets)
-            if self._in_a_row >= self._limit:
-                raise SpikeFound(number, f"{self._in_a_row} steps in a row had a NaN or infinite loss or gradient")
-            if math.isfinite(loss):
-                spikes.note(number, loss)
+    def _look_for_spike(self, spikes: SpikeWatch, step: int, loss: float) -> None:
+        if self._in_a_row >= self._limit:
+            raise SpikeFound(step, f"{self._in_a_row} steps in a row had a NaN or infinite loss or gradient")
+        if math.isfinite(loss):
+            spikes.note(step, loss)
 
     def _note(self, loss: float, norm: float, has_targets: bool) -> None:
         self._since_log.append((loss, norm))
