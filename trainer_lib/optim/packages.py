@@ -41,19 +41,13 @@ Served = tuple[Any, dict[str, Any]]
 
 @dataclass
 class OptimizerRequest:
-    """An optimizer by name, with everything that its settings may depend on.
-
-    Attributes:
-        model: None when it is not known.
-        settings: the parsed `optim_args`.
-        used: names of the settings that `take` returned; the others go to the optimizer's constructor as they are.
-    """
+    """An optimizer by name, with everything that its settings may depend on."""
 
     name: OptimizerNames
     args: TrainingArguments
-    model: nn.Module | None
-    settings: dict[str, Any] = field(default_factory=dict)
-    used: set[str] = field(default_factory=set)
+    model: nn.Module | None  # None when it is not known
+    settings: dict[str, Any] = field(default_factory=dict)  # the parsed `optim_args`
+    used: set[str] = field(default_factory=set)  # those that `take` returned; the others go to the constructor
 
     def take(self, name: str, default: Any) -> Any:
         """Return a setting from `optim_args` (or its default) that the caller passes on itself, and mark it as used."""

@@ -73,26 +73,19 @@ def call_within_memory(comm: Communicator, work: Callable[[], T]) -> T:
 
 
 class Attempts:
-    """Chooses where the next attempt begins, and puts back what the failed one changed.
-
-    Attributes:
-        allowed: the micro-batch that memory allows; None = that of the arguments.
-        spikes: the record of the newest rollback, until a training takes it over.
-        url: the checkpoint that the next attempt continues; None = the start.
-        halves: whether short memory halves the micro-batch. Several processes exchange more for it: only if asked.
-    """
+    """Chooses where the next attempt begins, and puts back what the failed one changed."""
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
-        self.spikes: list[Spike] = []
+        self.spikes: list[Spike] = []  # the record of the newest rollback, until a training takes it over
         self._resumed: str | None = None
         self._first_step: int | None = None
         self._backup: Backup | None = None
         self._keeps_start = True
-        self.allowed: int | None = None
-        self.url: str | None = None
-        self.halves = False
+        self.allowed: int | None = None  # the micro-batch that memory allows; None = that of the arguments
+        self.url: str | None = None  # the checkpoint that the next attempt continues; None = the start
+        self.halves = False  # short memory halves the micro-batch; several processes exchange more for it
 
     def limit(self, batch_size: int) -> int:
         """The micro-batch in samples: `batch_size`, or fewer where memory was short."""

@@ -221,23 +221,15 @@ def create_strategy(args: TrainingArguments, world: World) -> Strategy:
 
 
 class Engine:
-    """Owner of the Trainer's `model_wrapped`, `optimizer` and `lr_scheduler`, and the one place where weights change.
-
-    Attributes:
-        strategy: how the model is trained on the devices of the world.
-        precision: how forward passes are computed, and how gradients are scaled.
-        outside: trained parameters that are not the model's.
-        given_optimizers: the optimizer and the schedule that the user gave.
-        last_norm: the gradients' norm ``[]`` at the newest step, before clipping; None before the first.
-    """
+    """Owner of the Trainer's `model_wrapped`, `optimizer` and `lr_scheduler`, and of all changes to weights."""
 
     strategy: Strategy
-    precision: Precision
+    precision: Precision  # of forward passes, and how gradients are scaled
 
     def __init__(self, trainer: Trainer, events: Events) -> None:
         self._trainer = trainer
         self._events = events
-        self.given_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)
+        self.given_optimizers: tuple[torch.optim.Optimizer | None, Any] = (None, None)  # and schedule, of the user
         self.outside = OutsideParameters(trainer)
         self._has_trained = False
         self._measures_norm = False
@@ -245,7 +237,7 @@ class Engine:
         self._held = -1
         self._prepared: nn.Module | None = None  # wrapped before training, because the user asked for it
         self._unscaled = False  # the gradients of the step under way are unscaled already
-        self.last_norm: torch.Tensor | None = None
+        self.last_norm: torch.Tensor | None = None  # [] of the gradients at the newest step, before clipping
 
     def set_up(self, args: TrainingArguments, world: World) -> None:
         """Choose strategy and precision."""

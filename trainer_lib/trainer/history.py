@@ -85,12 +85,6 @@ class StepHistory:
     """Loss and gradient norm of the steps since the last log, and the number of non-finite steps.
 
     A step without any target has no loss: it is not trained, and does not count as non-finite.
-
-    Attributes:
-        sources: losses by source, where the training data is a mixture; else None.
-        nonfinite_steps: steps of the whole run with a NaN or infinite loss or gradient; their updates were skipped.
-        steps_without_targets, batches_without_targets: steps and micro-batches of the whole run, over all ranks.
-        example: a batch without targets in words, for the error.
     """
 
     def __init__(
@@ -102,7 +96,7 @@ class StepHistory:
         sources: SourceLosses | None = None,
     ) -> None:
         self._strategy = strategy
-        self.sources = sources
+        self.sources = sources  # losses by source, where the training data is a mixture
         self._limit = nonfinite_limit
         self._spikes = spikes
         # Steps that are not collected: loss, norm, whether there are targets, micro-batches without any.
@@ -113,8 +107,9 @@ class StepHistory:
         self._in_a_row = 0
         self._without_in_a_row = 0
         self._empty_in_a_row = 0  # appended steps without targets, those that are not collected included
+        # Of the whole run, over all ranks; steps with a NaN or infinite loss or gradient were not taken.
         self.nonfinite_steps = self.steps_without_targets = self.batches_without_targets = 0
-        self.example = ""
+        self.example = ""  # a batch without targets in words, for the error
 
     def append(
         self, loss: torch.Tensor, norm: torch.Tensor, *, has_targets: bool = True, empty_batches: int = 0

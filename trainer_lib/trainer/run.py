@@ -127,65 +127,38 @@ class TimeSpent:
 
 @dataclass
 class TrainingRun:
-    """One training, from its first step (or the one after a checkpoint) to its last.
-
-    Attributes:
-        source: the micro-batches.
-        history: losses and gradient norms since the last log.
-        weights: target items and weights of the step under way.
-        stop: the request to stop, which signals set.
-        max_steps, num_epochs: where training ends.
-        micros_per_step, micros_per_epoch: micro-batches of a full step, and of an epoch, as one process counts them.
-        pass_samples: samples of the newest whole pass over a stream without a length; 0 before its first end.
-        trial: the search's trial, or its parameters.
-        ignore_keys: keys of the model's output that evaluations leave out of predictions.
-        epoch, step_in_epoch: the position: `step_in_epoch` steps of `epoch` are done.
-        rate: learning rate of the newest step.
-        samples: samples trained on by all ranks since the run started, resumed ones included.
-        first_step, first_samples, first_tokens: where this process took over.
-        started: when it took over, in seconds since the epoch of `time.time`.
-        restored_past: the model's memory (`past_index`) out of a checkpoint, until the next epoch opens.
-        saved_step, announced_step: step of the newest committed checkpoint, and of the newest one that callbacks know
-            of; -1 when there is none.
-        save_error, failed_saves: why the newest save failed (None: it did not), and how many failed in a row.
-        kept_best: best metric and its step, as far as a checkpoint of it is committed.
-        stopping: the step under way is saved because of a request to stop.
-        rollback_step: step of the checkpoint that a loss spike goes back to; 0 = the start.
-        spikes: the loss spikes that training went back for.
-        spent: where the time of this process goes.
-        skip_until: the steps up to this one are counted and not trained.
-    """
+    """One training, from its first step (or the one after a checkpoint) to its last."""
 
     source: TrainSource
-    history: StepHistory
-    weights: StepWeights
+    history: StepHistory  # losses and gradient norms since the last log
+    weights: StepWeights  # target items and weights of the step under way
     stop: StopRequest
     max_steps: int
     num_epochs: int
-    micros_per_step: int = 1
+    micros_per_step: int = 1  # micro-batches of a full step, as one process counts them
     micros_per_epoch: int = 1
-    pass_samples: int = 0
-    trial: Any = None
-    ignore_keys: list[str] | None = None
+    pass_samples: int = 0  # of the newest whole pass over a stream without a length; 0 before its first end
+    trial: Any = None  # the search's trial, or its parameters
+    ignore_keys: list[str] | None = None  # keys of the model's output that evaluations leave out of predictions
     epoch: int = 0
-    step_in_epoch: int = 0
-    first_step: int = 0
-    started: float = field(default_factory=time.time)
-    restored_past: Any = None
-    saved_step: int = -1
-    announced_step: int = -1
-    save_error: StorageError | None = None
-    failed_saves: int = 0
-    kept_best: tuple[float | None, int | None] = (None, None)
-    stopping: bool = False
-    rollback_step: int = 0
-    spikes: list[Spike] = field(default_factory=list)
-    skip_until: int = 0
-    spent: TimeSpent = field(default_factory=TimeSpent)
-    samples: int = 0
+    step_in_epoch: int = 0  # so many steps of `epoch` are done
+    samples: int = 0  # trained on by all ranks since the run started, resumed ones included
+    rate: Any = None  # learning rate of the newest step
+    first_step: int = 0  # where this process took over, as the three below
     first_samples: int = 0
     first_tokens: int = 0
-    rate: Any = None
+    started: float = field(default_factory=time.time)
+    restored_past: Any = None  # the model's memory (`past_index`) out of a checkpoint, until the next epoch opens
+    saved_step: int = -1  # of the newest committed checkpoint; -1 without one
+    announced_step: int = -1  # of the newest checkpoint that callbacks know of
+    save_error: StorageError | None = None  # why the newest save failed
+    failed_saves: int = 0  # in a row
+    kept_best: tuple[float | None, int | None] = (None, None)  # best metric and step that a committed checkpoint has
+    stopping: bool = False  # the step under way is saved because of a request to stop
+    rollback_step: int = 0  # of the checkpoint that a loss spike goes back to; 0 = the start
+    spikes: list[Spike] = field(default_factory=list)  # those that training went back for
+    skip_until: int = 0  # the steps up to this one are counted and not trained
+    spent: TimeSpent = field(default_factory=TimeSpent)
 
     def open_epoch(self) -> MicroBatches:
         """The micro-batches of the current epoch, from the current step on."""

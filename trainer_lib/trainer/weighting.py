@@ -52,21 +52,13 @@ from trainer_lib.data.loading.loader import TrainSource
 
 
 class LossScale(Enum):
-    """The meaning of a micro-batch's loss.
+    """The meaning of a micro-batch's loss."""
 
-    Attributes:
-        MEAN: a mean over its own target items.
-        SHARE: a sum over its target items, divided by those of the global batch.
-        STEP: scaled for the step by its author, and used as it is.
-        BATCH: a mean over its micro-batch; all micro-batches of the step count alike.
-        PART: such a mean, divided by the number of micro-batches of the step by its author.
-    """
-
-    MEAN = "mean"
-    SHARE = "share"
-    STEP = "step"
-    BATCH = "batch"
-    PART = "part"
+    MEAN = "mean"  # over its own target items
+    SHARE = "share"  # a sum over its target items, divided by those of the global batch
+    STEP = "step"  # scaled for the step by its author, and used as it is
+    BATCH = "batch"  # a mean over its micro-batch; all micro-batches of the step count alike
+    PART = "part"  # such a mean, divided by the number of micro-batches of the step by its author
 
 
 def plain_items(count: int | torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -178,34 +170,22 @@ class StepWeights:
         data_parallel_size: R.
         over_ranks: N counts the items of all ranks.
         by_targets: a micro-batch without targets has no loss; False where the author scales the loss.
-
-    Attributes:
-        batches: those of the epoch, which tell dummies apart.
-        items: target items of each micro-batch, n(r, m); 0 for a dummy batch.
-        samples: samples of each micro-batch; 0 for a dummy batch, None for unknown.
-        num_items: target items of the step, N.
-        micro_step: the micro-batch under way, counted within the step.
-        micro_steps: micro-batches of the step.
-        computing: a micro-batch is under way.
-        all_batches: micro-batches with items over all ranks; None when it was not counted.
-        has_targets: whether the step has target items on any rank, as far as every rank knows it; True if they do not.
-        empty_batches: micro-batches of this rank with samples and without targets.
     """
 
     def __init__(self, *, data_parallel_size: int, over_ranks: bool, by_targets: bool = True) -> None:
         self._scale = float(data_parallel_size) if over_ranks else 1.0
         self._by_targets = by_targets
         self._counts_all = over_ranks or data_parallel_size == 1
-        self.batches: MicroBatches | None = None
-        self.items: list[int] = []
-        self.samples: list[int | None] = []
-        self.num_items: Any = None
-        self.micro_step = 0
-        self.micro_steps = 1
-        self.computing = False
-        self.all_batches: int | None = None
-        self.has_targets = True
-        self.empty_batches = 0
+        self.batches: MicroBatches | None = None  # those of the epoch, which tell dummies apart
+        self.items: list[int] = []  # target items of each micro-batch, n(r, m); 0 for a dummy batch
+        self.samples: list[int | None] = []  # of each micro-batch; 0 for a dummy batch, None for unknown
+        self.num_items: Any = None  # target items of the step, N
+        self.micro_step = 0  # the micro-batch under way, counted within the step
+        self.micro_steps = 1  # of the step
+        self.computing = False  # a micro-batch is under way
+        self.all_batches: int | None = None  # with items, over all ranks; None when they were not counted
+        self.has_targets = True  # the step, on any rank; True where not every rank knows it
+        self.empty_batches = 0  # micro-batches of this rank with samples and without targets
 
     def count(self, batches: list[Any], count_items: Callable[[Any, int | None], int]) -> int:
         """Count the target items of a step's micro-batches, as `batches` gave them; their sum on this rank.

@@ -97,20 +97,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process's device and its group.
+    """This process's device and its group."""
 
-    Attributes:
-        comm: all ranks.
-        save_group: the ranks that share output_dir: all of them or, with `save_on_each_node`, those of this machine.
-        batching: what `accelerator_config` asks for.
-        mesh: the coordinates of this process and of the others; the groups along it are the strategy's.
-    """
-
-    comm: distributed.Communicator
-    save_group: distributed.Communicator
+    comm: distributed.Communicator  # all ranks
+    save_group: distributed.Communicator  # those that share output_dir; of one machine with `save_on_each_node`
     device: torch.device
-    batching: BatchSettings
-    mesh: Grid
+    batching: BatchSettings  # what `accelerator_config` asks for
+    mesh: Grid  # the coordinates of all processes; the groups along it are the strategy's
 
     @classmethod
     def form(cls, args: TrainingArguments) -> World:

@@ -31,17 +31,13 @@ def unwrap_prepared(prepared: Any) -> Any:
 
 
 class AcceleratorSlot:
-    """Makes the Trainer's accelerator at its first use.
-
-    Attributes:
-        in_dummy_batch: an evaluation computes a dummy batch, which this rank has instead of samples.
-    """
+    """Makes the Trainer's accelerator at its first use."""
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self._made: TrainerAccelerator | None = None
-        self.in_dummy_batch = False
+        self.in_dummy_batch = False  # an evaluation computes one, which this rank has instead of samples
         self._watched: weakref.WeakSet[EvalLoader | IterableLoader] = weakref.WeakSet()
 
     def set_up(self) -> None:

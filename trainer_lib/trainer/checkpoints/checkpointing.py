@@ -108,11 +108,7 @@ _STATE = ("_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 
 
 class Checkpoints:
-    """Saves checkpoints and knows which of them are this Trainer's own, and which in the folder are not (`occupied`).
-
-    Attributes:
-        is_adding_model: an overridden `save_model` writes into a checkpoint now.
-    """
+    """Saves checkpoints; knows which of them are this Trainer's own, and which in the folder are not (`occupied`)."""
 
     _saving: Saving  # the newest save that has started
 
@@ -121,7 +117,7 @@ class Checkpoints:
         self._internals = internals
         self._saver: BackgroundSaver | None = None
         self._own: set[str] = set()
-        self.is_adding_model = False
+        self.is_adding_model = False  # an overridden `save_model` writes into a checkpoint now
         self.occupied = Occupied()
 
     def root(self) -> Store:

@@ -40,18 +40,12 @@ class LossRule:
     loss counts as scaled when the code that computes it reads the number of micro-batches of a step, or when the
     subclass gives a `compute_loss_func` that cannot be called: that switches scaling off in the transformers Trainer.
     Every other loss is taken for a mean over its target items, unless it uses `num_items_in_batch`.
-
-    Attributes:
-        undivided: a loss that did not use `num_items_in_batch`.
-        divided: a loss that an override divided by `num_items_in_batch`.
-        passes_items: `compute_loss` is given `num_items_in_batch`.
-        model_takes_items: the model is given it, whatever its forward declares.
     """
 
-    undivided: LossScale = LossScale.MEAN
-    divided: LossScale = LossScale.SHARE
-    passes_items: bool = True
-    model_takes_items: bool = False
+    undivided: LossScale = LossScale.MEAN  # of a loss that did not use `num_items_in_batch`
+    divided: LossScale = LossScale.SHARE  # of a loss that an override divided by it
+    passes_items: bool = True  # `compute_loss` is given it
+    model_takes_items: bool = False  # the model is given it, whatever its forward declares
 
     @classmethod
     def of(cls, trainer: Trainer, *, computes_own: bool) -> LossRule:
@@ -114,22 +108,15 @@ def _code_of(function: Any) -> Iterator[CodeType]:
 
 
 class Forward:
-    """Calls the model and reads its loss.
-
-    Attributes:
-        rule: what losses are, as far as it is known before they are computed.
-        scale: what the newest loss is.
-        sources: in training on a mixture, the sources of the labels of the batch under way.
-        past: with `past_index`, what the model remembers of the last batch, without its graph.
-    """
+    """Calls the model and reads its loss."""
 
     def __init__(self, trainer: Trainer, internals: Internals) -> None:
         self._trainer = trainer
         self._internals = internals
         self.rule = LossRule()
-        self.scale = LossScale.MEAN
-        self.past: Any = None
-        self.sources: torch.Tensor | None = None
+        self.scale = LossScale.MEAN  # of the newest loss
+        self.past: Any = None  # with `past_index`, what the model remembers of the last batch, without its graph
+        self.sources: torch.Tensor | None = None  # of the labels of the batch under way, in a mixture
         self._needs_autograd = False
 
     def _keep_past(self, outputs: Any) -> None:
