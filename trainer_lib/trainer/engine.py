@@ -410,7 +410,7 @@ class Engine:
         rate = trainer._get_learning_rate()  # of this step: below, the schedule goes on to the next, in the same tensor
         run.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         schedule = trainer.lr_scheduler
-        if schedule is not None and not follows_metric(type(schedule)):
+        if schedule is not None and not follows_metric(schedule.__class__):
             schedule.step()
         optimizer.zero_grad()
         for other in self._others:
@@ -425,7 +425,7 @@ class Engine:
     def advance_schedule(self, steps: int) -> None:
         """Advance the schedule without the optimizer."""
         schedule = self._trainer.lr_scheduler
-        if schedule is not None and not follows_metric(type(schedule)):
+        if schedule is not None and not follows_metric(schedule.__class__):
             warnings.filterwarnings("ignore", message=_STEPPED_BEFORE)
             for _ in range(steps):
                 schedule.step()
@@ -465,7 +465,7 @@ class Engine:
     def step_metric_schedule(self, metrics: dict[str, float]) -> None:
         """Advance a schedule that follows a metric. Raises ConfigError when the metric is missing."""
         trainer = self._trainer
-        if not follows_metric(type(trainer.lr_scheduler)):
+        if not follows_metric(trainer.lr_scheduler.__class__):
             return
         name = str(trainer.args.metric_for_best_model or "loss")  # a schedule of the user's may come without a name
         name = name if name.startswith("eval_") else f"eval_{name}"
