@@ -113,19 +113,14 @@ class _TypedReader(io.RawIOBase):
 
 
 class Store:
-    """A folder on some store. It need not exist: reading an absent folder finds nothing, and writing makes it.
-
-    Attributes:
-        url: the folder's address; it holds no secrets and may be logged and put in manifests.
-        is_local: True on a mounted disk.
-        exclusive: True when `create` has exactly one winner. On a store without a conditional put, two callers within
-            milliseconds may both get True.
-    """
+    """A folder on some store. It need not exist: reading an absent folder finds nothing, and writing makes it."""
 
     def __init__(self, url: str, backend: LocalBackend | RemoteBackend) -> None:
-        self.url = url
+        self.url = url  # the folder's address; it holds no secrets and may be logged and put in manifests
         self._backend = backend
-        self.is_local = isinstance(backend, LocalBackend)
+        self.is_local = isinstance(backend, LocalBackend)  # True on a mounted disk
+        # True when `create` has exactly one winner. On a store without a conditional put, two callers within
+        # milliseconds may both get True.
         self.exclusive = backend.exclusive
 
     @classmethod

@@ -99,12 +99,7 @@ def build_without_values(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 class FsdpPlugin:
-    """The settings under accelerate's names, read-only except for how checkpoints are written.
-
-    Attributes:
-        cpu_offload: torch's policy for keeping the rows on the CPU or on the device.
-        mixed_precision_policy: torch's policy for the formats of gathered parameters and of exchanged gradients.
-    """
+    """The settings under accelerate's names, read-only except for how checkpoints are written."""
 
     fsdp_version = 2
 
@@ -115,9 +110,11 @@ class FsdpPlugin:
         self.cpu_ram_efficient_loading = settings.cpu_ram_efficient_loading
         self.ignored_modules = "|".join(settings.ignored_modules) or None
         pinned = device.type == "cuda"
+        # Torch's policy for keeping the rows on the CPU or on the device.
         self.cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if settings.offload else OffloadPolicy()
         formats = {"param_dtype": settings.param_dtype, "reduce_dtype": settings.reduce_dtype}
         given = {name: getattr(torch, dtype) for name, dtype in formats.items() if dtype is not None}
+        # Torch's policy for the formats of gathered parameters and of exchanged gradients.
         self.mixed_precision_policy = MixedPrecisionPolicy(**given)
 
     @property

@@ -53,16 +53,12 @@ def takes_trial(model_init: Callable[..., Any]) -> bool:
 
 
 class Signatures:
-    """The arguments that the methods of one Trainer take, read before every run and not at every step.
-
-    Attributes:
-        overridden: the names of `defaults`, the library's own functions, that a subclass or the instance replaces.
-        report_takes: how many of the newest seven positional arguments `_maybe_log_save_evaluate` takes.
-    """
+    """The arguments that the methods of one Trainer take, read before every run and not at every step."""
 
     def __init__(self, trainer: Trainer, defaults: Mapping[str, Any]) -> None:
         func = trainer.compute_loss_func
         func = getattr(func, "forward", func)  # a module's `__call__` takes anything
+        # The names of `defaults`, the library's own functions, that a subclass or the instance replaces.
         self.overridden = frozenset(name for name, own in defaults.items() if _function(trainer, name) is not own)
         modules = (getattr(_function(trainer, name), "__module__", "") for name in ("compute_loss", "prediction_step"))
         self.prediction_is_default = all(str(module).startswith("trainer_lib.") for module in modules)
@@ -76,6 +72,7 @@ class Signatures:
         self.samples_take_device = takes_positionals(trainer.get_batch_samples, 3)
         # 7 since transformers 4.46, 6 (without the start time) since 4.38, 5 (without the gradient norm) before.
         report = trainer._maybe_log_save_evaluate
+        # How many of the newest seven positional arguments `_maybe_log_save_evaluate` takes.
         self.report_takes = next((count for count in (7, 6, 5) if takes_positionals(report, count)), 7)
         self.report_takes_rate = takes(report, "learning_rate")
 

@@ -49,9 +49,6 @@ class DocumentSplits:
         options: `text` (a column), `rename`, `read`, `separator`, `files`, `split` and `pack`.
         sources: the spec's `prepare.sources`.
         mixture: their names in a mixture; empty: there is none.
-
-    Attributes:
-        names: the splits, train first.
     """
 
     def __init__(self, options: Mapping[str, Any], sources: Sequence[str], mixture: Sequence[str] = ()) -> None:
@@ -68,7 +65,7 @@ class DocumentSplits:
         else:
             self._chosen = self._cut()
         names = self._files or self._chosen
-        self.names = sorted(names, key=lambda name: name != "train")
+        self.names = sorted(names, key=lambda name: name != "train")  # the splits, train first
         for name in options.get("pack", ()):
             require_choice(name, tuple(self.names), field=f"{FIELD}.pack")
 
