@@ -133,18 +133,13 @@ def open_safetensors(
 
 
 class _Reader:
-    """A stream that is digested while it is read.
-
-    Attributes:
-        aliases: other name → name of a tensor.
-        start: the position of the first tensor.
-    """
+    """A stream that is digested while it is read."""
 
     def __init__(self, stream: BinaryIO, where: str) -> None:
         self.digest = hashlib.sha256()
-        self.aliases: dict[str, str] = {}
+        self.aliases: dict[str, str] = {}  # other name → name of a tensor
         self.where = where
-        self.start = 0
+        self.start = 0  # the position of the first tensor
         self._stream = stream
 
     def read(self, size: int) -> bytes:

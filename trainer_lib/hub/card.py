@@ -80,66 +80,48 @@ class Conversations:
 
 @dataclass(frozen=True)
 class Card:
-    """The content of a model card.
-
-    Attributes:
-        metrics: split -> metric -> value.
-        data_digest: SHA-256 of the training data.
-        rows: split -> number of rows.
-        stage_keys, stage_digests: content key and content digest of every stage that led to the model.
-        arguments: training arguments that differ from their defaults.
-        facts: other numbers (parameters, optimizer steps, samples seen).
-        files: what is published besides the card.
-        library: the library that loads the model.
-        language, tasks: as the Hub names them ("en", "text-classification").
-        datasets, dataset_names, dataset_args: identifiers of the training data on the Hub, their names for people, and
-            their configurations, in one order.
-        code_digest: SHA-256 of the code that is published with the model; None: there is none.
-        columns: name -> type ("float32[8,8]") of the columns that the model is given.
-        loader: library and class that load the model from the files ("transformers", "AutoModel"); None: `load_model`.
-        is_merged: the weights are those of the base model with trained adapters merged in, which are in `ADAPTER`.
-        sources: name -> SHA-256 of what the data was made from.
-        curve: entries of the training's log, with their `step`.
-        address: where the model is published; None: in this folder, wherever that is.
-        confidence: the probability with which an interval holds its metric; None: it is not known.
-        pictures: what the model gets right and wrong.
-        hardest: rows that the model gets most wrong, for those who want to publish them.
-        conversations: those that it was trained on; None: it was trained on something else.
-    """
+    """The content of a model card."""
 
     title: str
     description: str = ""
     license: str | None = None
     tags: Sequence[str] = ()
     base_model: str | None = None
-    metrics: Metrics = field(default_factory=dict)
+    metrics: Metrics = field(default_factory=dict)  # split -> metric -> value
     data_name: str = "data"
-    data_digest: str | None = None
-    rows: Mapping[str, int] = field(default_factory=dict)
+    data_digest: str | None = None  # SHA-256 of the training data
+    rows: Mapping[str, int] = field(default_factory=dict)  # split -> number of rows
+    # stage_keys, stage_digests: content key and content digest of every stage that led to the model.
     stage_keys: Mapping[str, str] = field(default_factory=dict)
     stage_digests: Mapping[str, str] = field(default_factory=dict)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)  # training arguments that differ from their defaults
+    facts: Mapping[str, Any] = field(default_factory=dict)  # other numbers (parameters, optimizer steps, samples seen)
     versions: Mapping[str, str] = field(default_factory=dict)
-    files: Sequence[FileEntry] = ()
-    library: str = "trainflow"
+    files: Sequence[FileEntry] = ()  # what is published besides the card
+    library: str = "trainflow"  # the library that loads the model
+    # language, tasks: as the Hub names them ("en", "text-classification").
     language: Sequence[str] = ()
     tasks: Sequence[str] = ()
+    # datasets, dataset_names, dataset_args: identifiers of the training data on the Hub, their names for people, and
+    # their configurations, in one order.
     datasets: Sequence[str] = ()
     dataset_names: Sequence[str] = ()
     dataset_args: Sequence[str] = ()
-    code_digest: str | None = None
+    code_digest: str | None = None  # SHA-256 of the code that is published with the model; None: there is none
+    # Name -> type ("float32[8,8]") of the columns that the model is given.
     columns: Mapping[str, str] = field(default_factory=dict)
+    # Library and class that load the model from the files ("transformers", "AutoModel"); None: `load_model`.
     loader: tuple[str, str] | None = None
     base_revision: str | None = None
+    # The weights are those of the base model with trained adapters merged in, which are in `ADAPTER`.
     is_merged: bool = False
-    sources: Mapping[str, str] = field(default_factory=dict)
-    curve: Sequence[Mapping[str, Any]] = ()
-    address: str | None = None
-    confidence: float | None = None
-    pictures: Sequence[Picture] = ()
-    hardest: Sequence[HardRows] = ()
-    conversations: Conversations | None = None
+    sources: Mapping[str, str] = field(default_factory=dict)  # name -> SHA-256 of what the data was made from
+    curve: Sequence[Mapping[str, Any]] = ()  # entries of the training's log, with their `step`
+    address: str | None = None  # where the model is published; None: in this folder, wherever that is
+    confidence: float | None = None  # the probability with which an interval holds its metric; None: it is not known
+    pictures: Sequence[Picture] = ()  # what the model gets right and wrong
+    hardest: Sequence[HardRows] = ()  # rows that the model gets most wrong, for those who want to publish them
+    conversations: Conversations | None = None  # those that it was trained on; None: it was trained on something else
 
 
 class Markdown(str):

@@ -100,8 +100,6 @@ class KerasOptimizer(torch.optim.Optimizer):
     Keras owns the state: slots (momentum, velocity, …), the count of the steps, perhaps the learning rate. Checkpoints
     get it from `state_dict`, and a restored one is copied into Keras' tensors.
 
-    Attributes:
-        keras_optimizer: the Keras optimizer.
 
     Raises:
         ConfigError: the optimizer accumulates, averages or scales by itself, or was built for another model.
@@ -111,7 +109,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         for name, remedy in _OWN_LOOPS.items():
             if getattr(optimizer, name, None):
                 raise refusal("optimizers", "The Keras optimizer does by itself what the Trainer does.", remedy, name)
-        self.keras_optimizer = optimizer
+        self.keras_optimizer = optimizer  # the Keras optimizer
         self._device = device
         self._variables = list(variables)
         with placed_on(device):

@@ -48,22 +48,14 @@ _MAX_TTL_S = 3600.0  # of a reader's mark, the longest that is written
 
 @dataclass(frozen=True)
 class Holder:
-    """The process that holds a lease, a claim or a mark, with enough detail to see whether it still runs.
+    """The process that holds a lease, a claim or a mark, with enough detail to see whether it still runs."""
 
-    Attributes:
-        id: unique to this holding.
-        machine: host name, boot id and pid namespace; a pid means the same process only within all three.
-        started: when the process started; distinguishes it from a later process with the same pid.
-        since: when the holding began, ISO-8601, UTC.
-        ttl_s: seconds without a beat after which another process may take over.
-    """
-
-    id: str
-    machine: str
+    id: str  # unique to this holding
+    machine: str  # host name, boot id and pid namespace; a pid means the same process only within all three
     pid: int
-    started: str
-    since: str
-    ttl_s: float
+    started: str  # when the process started; distinguishes it from a later process with the same pid
+    since: str  # when the holding began, ISO-8601, UTC
+    ttl_s: float  # seconds without a beat after which another process may take over
 
     @classmethod
     def this_process(cls, ttl_s: float = 0.0) -> Holder:
@@ -147,15 +139,11 @@ class Heartbeat:
 
 
 class Lease(Heartbeat):
-    """A folder that this process holds until `release`; best used in a ``with`` block.
-
-    Attributes:
-        epoch: the number of this holding of the folder, from 1.
-        lost: whether another process is known to have taken over; updated at every beat. Work should stop then.
-    """
+    """A folder that this process holds until `release`; best used in a ``with`` block."""
 
     def __init__(self, folder: Store, epoch: int, holder: Holder) -> None:
-        self.epoch = epoch
+        self.epoch = epoch  # the number of this holding of the folder, from 1
+        # Whether another process is known to have taken over; updated at every beat. Work should stop then.
         self.lost = False
         self._folder = folder
         self._holder = holder

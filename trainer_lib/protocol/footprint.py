@@ -35,33 +35,20 @@ STRATEGIES = ("single", "ddp", "fsdp", "zero-1", "zero-2", "zero-3")
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Bytes of a model and its optimizer on one rank that shares nothing.
+    """Bytes of a model and its optimizer on one rank that shares nothing."""
 
-    Attributes:
-        parameters: number of parameters, each once, however many names it has.
-        trainable: number of those that are trained.
-        parameter_bytes: of all of them, with the buffers.
-        gradient_bytes: of the gradients of the trained ones.
-        optimizer_bytes: of the optimizer's state; None: not known.
-        activation_bytes: beyond all of the above, at the peak of a step, for one micro-batch; None: not known.
-        evaluation_bytes: beyond the parameters, at the peak of one batch of evaluation; None: not known, or none.
-        gathered_bytes: of the parameters that FSDP has whole at one time.
-        stored_bytes: of the weights and buffers in a checkpoint.
-        micro_batch: samples of the micro-batch whose activations these are.
-        divided_bytes: of the parameters in layers that the spec's layout divides.
-    """
-
-    parameters: int
-    trainable: int
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int | None
-    activation_bytes: int | None
+    parameters: int  # number of parameters, each once, however many names it has
+    trainable: int  # number of those that are trained
+    parameter_bytes: int  # of all of them, with the buffers
+    gradient_bytes: int  # of the gradients of the trained ones
+    optimizer_bytes: int | None  # of the optimizer's state; None: not known
+    activation_bytes: int | None  # beyond all of the above, at the peak of a step, for one micro-batch; None: not known
+    # Beyond the parameters, at the peak of one batch of evaluation; None: not known, or none.
     evaluation_bytes: int | None
-    gathered_bytes: int
-    stored_bytes: int
-    micro_batch: int = 1
-    divided_bytes: int = 0
+    gathered_bytes: int  # of the parameters that FSDP has whole at one time
+    stored_bytes: int  # of the weights and buffers in a checkpoint
+    micro_batch: int = 1  # samples of the micro-batch whose activations these are
+    divided_bytes: int = 0  # of the parameters in layers that the spec's layout divides
 
     def checkpoint_bytes(self, *, only_model: bool = False) -> int | None:
         """The bytes of a checkpoint: weights and, unless `only_model`, optimizer state; the rest is kilobytes."""
@@ -72,26 +59,19 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes of one rank under a strategy, one of `STRATEGIES` or "layout", on so many processes.
-
-    Attributes:
-        exchange: of buffers and gathered tensors that only the exchange between ranks needs.
-        activations: with temporary tensors, at the peak of a step; None: not known.
-        evaluation: beyond the parameters, at the peak of a batch of evaluation; None: not known, or none.
-        checkpoint: what a rank that writes writes into one checkpoint; None: not known.
-        writers: ranks that write as much; the others write a few kilobytes.
-    """
+    """The bytes of one rank under a strategy, one of `STRATEGIES` or "layout", on so many processes."""
 
     strategy: str
     processes: int
     parameters: int
     gradients: int
     optimizer: int | None
-    exchange: int
-    activations: int | None
+    exchange: int  # of buffers and gathered tensors that only the exchange between ranks needs
+    activations: int | None  # with temporary tensors, at the peak of a step; None: not known
+    # Beyond the parameters, at the peak of a batch of evaluation; None: not known, or none.
     evaluation: int | None = None
-    checkpoint: int | None = None
-    writers: int = 1
+    checkpoint: int | None = None  # what a rank that writes writes into one checkpoint; None: not known
+    writers: int = 1  # ranks that write as much; the others write a few kilobytes
 
     @property
     def total(self) -> int | None:
@@ -156,45 +136,26 @@ def _divided_by(processes: int, factor: float = 1.0) -> Callable[..., int]:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Facts of a training before its first step.
+    """Facts of a training before its first step."""
 
-    Attributes:
-        size: of the model, for one micro-batch.
-        process_bytes: resident memory of a worker that has loaded its libraries and data and no model yet.
-        tokens_per_sample: whole numbers in the model's main input, of the first batches; None: it takes no tokens.
-        device: type of the device that it was worked out for ("cpu", "cuda").
-        notes: sentences about what could not be worked out, and why.
-    """
-
-    size: ModelSize
-    process_bytes: int
+    size: ModelSize  # of the model, for one micro-batch
+    process_bytes: int  # resident memory of a worker that has loaded its libraries and data and no model yet
+    # Whole numbers in the model's main input, of the first batches; None: it takes no tokens.
     tokens_per_sample: float | None
-    device: str
-    notes: tuple[str, ...] = ()
+    device: str  # type of the device that it was worked out for ("cpu", "cuda")
+    notes: tuple[str, ...] = ()  # sentences about what could not be worked out, and why
 
 
 @dataclass(frozen=True)
 class Probe:
-    """Measurements of a few real steps; times in seconds, bytes of the rank that has the most.
+    """Measurements of a few real steps; times in seconds, bytes of the rank that has the most."""
 
-    Attributes:
-        steps: optimizer steps that were measured, without the first ones, which are slow.
-        step_s: the median of one step.
-        warm_up_s: what the first steps took beyond that.
-        evaluation_row_s: per row that was evaluated; None: the training evaluates nothing.
-        save_s: one save; None: the training saves nothing.
-        checkpoint_bytes: size of that save; None likewise.
-        peak_bytes: the largest memory of a process: on a GPU that of torch's allocator, else the resident set.
-        device: type of the device.
-        overhead_s: the rest of the probe's time, from its launch to its end.
-    """
-
-    steps: int
-    step_s: float
-    warm_up_s: float
-    evaluation_row_s: float | None
-    save_s: float | None
-    checkpoint_bytes: int | None
-    peak_bytes: int
-    device: str
-    overhead_s: float = 0.0
+    steps: int  # optimizer steps that were measured, without the first ones, which are slow
+    step_s: float  # the median of one step
+    warm_up_s: float  # what the first steps took beyond that
+    evaluation_row_s: float | None  # per row that was evaluated; None: the training evaluates nothing
+    save_s: float | None  # one save; None: the training saves nothing
+    checkpoint_bytes: int | None  # size of that save; None likewise
+    peak_bytes: int  # the largest memory of a process: on a GPU that of torch's allocator, else the resident set
+    device: str  # type of the device
+    overhead_s: float = 0.0  # the rest of the probe's time, from its launch to its end

@@ -47,22 +47,14 @@ _FIELDS = {"format", "kind", "id", "created", "content_digest", "files", "meta",
 
 @dataclass(frozen=True)
 class Commit:
-    """The contents of a complete folder.
+    """The contents of a complete folder."""
 
-    Attributes:
-        kind: ``stage``, ``checkpoint`` or ``published``.
-        files: the committed files, sorted by path.
-        meta: facts that the kind defines; JSON.
-        created: when it was committed, ISO-8601, UTC.
-        content_digest: SHA-256 over the sorted paths, sizes and digests; it covers neither times nor `meta`.
-        id: unique to this commit, so that a writer whose answer was lost recognises its own.
-    """
-
-    kind: str
-    files: tuple[FileEntry, ...]
-    meta: dict[str, Any]
-    created: str
-    content_digest: str
+    kind: str  # ``stage``, ``checkpoint`` or ``published``
+    files: tuple[FileEntry, ...]  # the committed files, sorted by path
+    meta: dict[str, Any]  # facts that the kind defines; JSON
+    created: str  # when it was committed, ISO-8601, UTC
+    content_digest: str  # SHA-256 over the sorted paths, sizes and digests; it covers neither times nor `meta`
+    # Unique to this commit, so that a writer whose answer was lost recognises its own.
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def entry(self, path: str) -> FileEntry | None:

@@ -126,19 +126,13 @@ class State:
 
 @dataclass
 class Session:
-    """One folder of the spool: written by the process that made it, delivered by any.
-
-    Attributes:
-        head: what session.json holds.
-        over: whether its process had closed it, or was gone, when `stored` read it.
-        limit: bytes of points.jsonl at that moment, everything included if it was over.
-    """
+    """One folder of the spool: written by the process that made it, delivered by any."""
 
     path: Path
-    head: dict[str, Any]
+    head: dict[str, Any]  # what session.json holds
     state: State = field(default_factory=State)
-    over: bool = False
-    limit: int = 0
+    over: bool = False  # whether its process had closed it, or was gone, when `stored` read it
+    limit: int = 0  # bytes of points.jsonl at that moment, everything included if it was over
     _lock: int = -1
     _points: int = -1
     _unwritten: bytearray = field(default_factory=bytearray)

@@ -129,20 +129,14 @@ class _UnsentFilesError(Exception):
 
 
 class Delivery:
-    """Sends a spool to a server, by default that of `MLFLOW_TRACKING_URI`, also while other processes write to it.
-
-    Attributes:
-        clock: the request that is under way.
-        is_loaded: set once mlflow is imported, or when nothing waits that would need it.
-        is_elsewhere: whether another thread or process delivered the spool when this one last tried.
-        obstacle: why the newest pass left something over; None: it did not, or raised the reason.
-    """
+    """Sends a spool to a server, by default that of `MLFLOW_TRACKING_URI`, also while other processes write to it."""
 
     def __init__(self, root: Path, tracking_uri: str | None = None) -> None:
         self.root = root
-        self.clock = Clock()
-        self.is_loaded = threading.Event()
-        self.is_elsewhere = False
+        self.clock = Clock()  # the request that is under way
+        self.is_loaded = threading.Event()  # set once mlflow is imported, or when nothing waits that would need it
+        self.is_elsewhere = False  # whether another thread or process delivered the spool when this one last tried
+        # Why the newest pass left something over; None: it did not, or raised the reason.
         self.obstacle: str | None = None
         self._uri = tracking_uri
         self._client: MlflowClient | None = None

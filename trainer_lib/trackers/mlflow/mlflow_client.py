@@ -64,14 +64,10 @@ class Point(NamedTuple):
 
 
 class Clock:
-    """Seconds that the current request has gone without an answer; read by another thread.
-
-    Attributes:
-        granted_s: seconds granted to the bytes of all uploads so far.
-    """
+    """Seconds that the current request has gone without an answer; read by another thread."""
 
     def __init__(self) -> None:
-        self.granted_s = 0.0
+        self.granted_s = 0.0  # seconds granted to the bytes of all uploads so far
         self._due: float | None = None
 
     @contextlib.contextmanager
