@@ -28,7 +28,6 @@ from trainer_lib.model_folder.lineage import FILE as LINEAGE_FILE
 from trainer_lib.model_folder.locate import FoundModel, find_model
 from trainer_lib.protocol.requests import OUTCOMES, MeasureRowsRequest, PreparedData
 from trainer_lib.storage import FileEntry, Store
-from trainer_lib.storage.commit import read_commit
 from trainer_lib.trackers.mlflow.mlflow_registry import Score, Verdict, compare
 from trainflow.tasks.configs import LaunchSettings, PublishConfig
 from trainflow.tasks.keys.keys import publish_key, publishes_code
@@ -47,7 +46,7 @@ from trainflow.tasks.model.portable_model import (
 from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
-from trainflow.tasks.stage.manifest import STAGES, StageManifest
+from trainflow.tasks.stage.manifest import STAGES, StageManifest, look_up_in
 from trainflow.tasks.stage.rerun import find_publication_problem, publication_target
 from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 from trainflow.tasks.stage.task import stage_task
@@ -208,7 +207,9 @@ class _Publication:
             return None
         better = self.config.greater_is_better
         score = read_score(self.evaluation, self.config.compared_by, better, field="publish.metric")
-        split = next(name for name in self.evaluation.metrics if score.metric.startswith(f"{name}_"))
+        measured = self.evaluation.metrics
+        # The name of a split may begin with that of another one.
+        split = next(name for name in measured if score.metric in {f"{name}_{metric}" for metric in measured[name]})
         repo = parse_target(hub.target).repo
         store = Store.open(newest.url if repo is None else download_snapshot(repo, revision=newest.revision))
         best = _read_score(store, split, score)
@@ -291,12 +292,10 @@ def _require_known_code(context: StageContext, newest: Published, store: Store, 
 
 def _list_published(context: StageContext) -> Iterator[str]:
     """The content digests of what pipelines of this storage have published: their code was executed here."""
-    stages = Store.open(context.storage).child(STAGES, "push-to-hub")
-    for folder in map(stages.child, stages.children()):
-        commit = read_commit(folder)
-        facts = None if commit is None else StageManifest.from_commit(folder.url, commit).facts
-        if isinstance(facts, PublishFacts) and facts.held is None:
-            yield facts.published_digest
+    for folder in Store.open(context.storage).child(STAGES, STAGE).children():
+        done = look_up_in(context.storage, STAGE, folder)
+        if done is not None and isinstance(done.facts, PublishFacts) and done.facts.held is None:
+            yield done.facts.published_digest
 
 
 def _refuse(what: str, remedy: str) -> ConfigError:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -146,39 +147,44 @@ def test_pictures_lie_where_the_cards_link_to_and_rows_are_shown_to_who_asks_for
 BETTER = PublishConfig(only_if="better", metric="test_accuracy")
 
 
-def _compared(storage: str, accuracy: float, *, rows: str = "r1", weights: bytes = b"weights", **more: Any) -> Any:
+def _compared(
+    storage: str, accuracy: float, *, split: str = "test", rows: str = "r1", weights: bytes = b"weights", **more: Any
+) -> Any:
     """Inputs whose evaluation has the accuracy on resamples of some rows."""
     resampled = [accuracy + 0.001 * (number % 10) for number in range(200)]
     record = {"rows": rows, "metrics": {"accuracy": resampled, **more}}
-    files = {"resamples/test.json": json.dumps(record).encode(), "metrics.json": b"{}"}
-    metrics = {"test": {"accuracy": accuracy, **dict.fromkeys(more, 0.5)}}
+    files = {f"resamples/{split}.json": json.dumps(record).encode(), "metrics.json": b"{}"}
+    metrics = {"test": {}, split: {"accuracy": accuracy, **dict.fromkeys(more, 0.5)}}
     evaluation = _stage(storage, "evaluate", {"m": accuracy, "rows": rows}, files, metrics=metrics)
     return {**_inputs(storage, weights), "evaluation": evaluation}
 
 
-@pytest.mark.parametrize("is_folder", [True, False])
-def test_only_a_better_model_is_published_where_that_is_asked(storage: str, is_folder: bool, hub: HubServer) -> None:
-    config = BETTER if is_folder else BETTER.model_copy(update={"to": "hf://org/digits"})
-    first = _push(storage, config, _compared(storage, 0.8))
+@pytest.mark.parametrize(("to", "split"), [(None, "test"), ("hf://org/digits", "test"), (None, "test_hard")])
+def test_only_a_better_model_is_published_where_that_is_asked(
+    storage: str, to: str | None, split: str, hub: HubServer
+) -> None:
+    config = BETTER.model_copy(update={"to": to, "metric": f"{split}_accuracy"})
+    compared = partial(_compared, storage, split=split)
+    first = _push(storage, config, compared(0.8))
     assert (first.facts.created, first.facts.held) == (True, None)
     assert "verdict.json" not in [entry.path for entry in first.files]
     kept: PublishFacts | None = None
     for accuracy, is_better in ((0.8, False), (0.7, False), (0.9, True), (0.85, False)):
-        pushed = _push(storage, config, _compared(storage, accuracy, weights=b"%f" % (accuracy + 1)))
+        pushed = _push(storage, config, compared(accuracy, weights=b"%f" % (accuracy + 1)))
         verdict = json.loads(pushed.store().read_bytes("verdict.json"))
         words = "is better than" if is_better else "is not clearly better than"
-        assert f"test_accuracy {words}" in verdict["reason"]
+        assert f"{split}_accuracy {words}" in verdict["reason"]
         assert (pushed.facts.created, pushed.facts.held) == (is_better, None if is_better else verdict["reason"])
         if not is_better:
             before = (kept or first.facts).published_url
             assert pushed.facts.published_url == before
-            assert _push(storage, config, _compared(storage, accuracy, weights=b"%f" % (accuracy + 1))) == pushed
+            assert _push(storage, config, compared(accuracy, weights=b"%f" % (accuracy + 1))) == pushed
         else:
             kept = pushed.facts
     # Another card of the published model, and what is always published, need no comparison.
-    best = _compared(storage, 0.9, weights=b"%f" % 1.9)
+    best = compared(0.9, weights=b"%f" % 1.9)
     assert _push(storage, config.model_copy(update={"title": "New title"}), best).facts.created
-    worst = _compared(storage, 0.1, weights=b"worst")
+    worst = compared(0.1, weights=b"worst")
     assert _push(storage, config.model_copy(update={"only_if": "always"}), worst).facts.created
 
 
