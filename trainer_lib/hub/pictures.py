@@ -132,9 +132,14 @@ def draw_confusion(matrix: Sequence[Sequence[int]], classes: Sequence[str], titl
     side = cell * len(matrix)
     parts = []
     for y, row in enumerate(matrix):
-        total = max(1, sum(row))
-        parts += [_cell(before + x * cell, before + y * cell, cell, count, count / total, is_named=is_named)
-                  for x, count in enumerate(row) if count]  # fmt: skip
+        for x, count in enumerate(row):
+            if not count:
+                continue
+            left, top, share = before + x * cell, before + y * cell, count / sum(row)
+            place = f'x="{left:.2f}" y="{top:.2f}" width="{cell:.2f}" height="{cell:.2f}"'
+            parts.append(f'<rect {place} style="fill: var(--series-1); fill-opacity: {0.55 * share:.3f}"/>')
+            if is_named:
+                parts.append(_text(left + cell / 2, top + cell / 2 + 4, str(count), "middle", color="var(--ink)"))
     for number, name in enumerate(names):
         middle = before + (number + 0.5) * cell
         parts.append(_text(before - 6, middle + 4, name, "end"))
@@ -222,14 +227,6 @@ def _ticks(low: float, high: float) -> dict[float, str]:
     first = math.ceil(low / step - 1e-9)
     values = (0.0 if number == 0 else number * step for number in range(first, math.floor(high / step + 1e-9) + 1))
     return {value: f"{value:.{digits}g}" for value in values}
-
-
-def _cell(x: float, y: float, side: float, count: int, share: float, *, is_named: bool) -> str:
-    style = f"fill: var(--series-1); fill-opacity: {0.55 * share:.3f}"
-    ground = f'<rect x="{x:.2f}" y="{y:.2f}" width="{side:.2f}" height="{side:.2f}" style="{style}"/>'
-    return (
-        ground + _text(x + side / 2, y + side / 2 + 4, str(count), "middle", color="var(--ink)") if is_named else ground
-    )
 
 
 def _grid_line(x: float, y: float, other_x: float, other_y: float) -> str:

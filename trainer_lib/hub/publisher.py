@@ -186,6 +186,8 @@ class Publisher:
         text = (store.read_if_exists(README, limit=_CARD_LIMIT_BYTES) or b"").decode(errors="replace")
         present, model = parse_card_head(text), trainer.model
         base = details.finetuned_from or _source_repository(model) or _text(present.get("base_model"))
+        history = reversed(trainer.state.log_history)
+        measured = ({name: entry[name] for name in entry if name.startswith("eval_")} for entry in history)
         tags = [present.get("tags"), details.tags, getattr(model, "model_tags", None)]
         card = Card(
             # A folder may have a name that no repository can have: its card is written all the same.
@@ -194,7 +196,7 @@ class Publisher:
             license=details.license or _text(present.get("license")) or self._licence_of(base),
             tags=[tag for some in tags for tag in as_list(some)],
             base_model=base,
-            metrics=tidy_metrics({"eval": _newest_metrics(trainer.state.log_history)}),
+            metrics=tidy_metrics({"eval": next(filter(None, measured), {})}),  # the newest
             arguments=_changed_arguments(trainer.args),
             facts={"optimizer steps": trainer.state.global_step, "epochs": round(float(trainer.state.epoch), 2)},
             library=_text(present.get("library_name")) or "trainflow",
@@ -393,12 +395,6 @@ def _source_repository(model: Any) -> str | None:
     # A relative folder has the form of a repository's name; one that exists here is a folder.
     found = isinstance(name, str) and bool(_REPOSITORY.fullmatch(name)) and not Path(name).exists()
     return name if found else None
-
-
-def _newest_metrics(log_history: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The `eval_` values of the newest log entry that has any."""
-    measured = ({name: entry[name] for name in entry if name.startswith("eval_")} for entry in reversed(log_history))
-    return next(filter(None, measured), {})
 
 
 def _changed_arguments(args: TrainingArguments) -> dict[str, Any]:
