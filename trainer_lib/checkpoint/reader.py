@@ -54,19 +54,12 @@ class Checkpoint:
     What `preload` has read of model, optimizer and random state is handed out once, so that its memory is free
     afterwards; asked for again, it is read again.
 
-    Attributes:
-        world_size: ranks that wrote it; each has a random state in it.
-        scheduler, scaler: `state_dict()`s; None when there was none.
-        data, trainer_state, training_args: the JSON that the writer was given, secrets removed.
-        reads_singly: whether whole tensors are read one by one when they are asked for, too, so that they never are in
-            memory all together; their file is then read twice.
-
-    Raises:
-        DamagedError: a small file is not as it was committed, or cannot be what the writer wrote.
-        StorageError: the store cannot be read.
+    Raises DamagedError when a small file is not as it was committed, or cannot be what the writer wrote; StorageError.
     """
 
     def __init__(self, store: Store, info: CheckpointInfo) -> None:
+        # Whether whole tensors are read one by one when they are asked for, too, so that they never are in memory all
+        # together; their file is then read twice.
         self.reads_singly = False
         self._model: Mapping[str, Tensor] | None = None
         self._optimizer: OptimizerSnapshot | None = None
@@ -77,9 +70,11 @@ class Checkpoint:
         self.commit = info.commit
         self._store = store
         self._entries = {entry.path: entry for entry in info.commit.files}
+        # Ranks that wrote it; each has a random state in it.
         self.world_size = count = info.commit.meta.get("world_size", 1)
         if type(count) is not int or not 0 < count <= _RANK_LIMIT:
             raise self._damaged(COMMIT, f"it states a world size of {str(count)[:40]}")
+        # `state_dict()`s, None when there was none; then the JSON that the writer was given, secrets removed.
         self.scheduler: dict[str, Any] | None = from_json(self._read_json(layout.SCHEDULER))
         self.scaler: dict[str, Any] | None = from_json(self._read_json(layout.SCALER))
         self.data: dict[str, Any] = self._read_json(layout.DATA) or {}

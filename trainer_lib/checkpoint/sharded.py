@@ -55,17 +55,12 @@ _DIGESTED = 16 * 2**20
 
 @dataclass(frozen=True)
 class LocalShard:
-    """The part that this rank writes, or compares with that of another rank.
+    """The part that this rank writes, or compares with that of another rank."""
 
-    Attributes:
-        parts: ``<group>/<name>`` → this rank's part. Rank 0 has every name, because it states the shapes.
-        tied: other name → the name that the tensor is stored under.
-        place: this rank's coordinates in the mesh, as an error names them: "tensor=1, shard=0".
-    """
-
+    # ``<group>/<name>`` → this rank's part. Rank 0 has every name, because it states the shapes.
     parts: Mapping[str, LocalPart]
-    tied: Mapping[str, str]
-    place: str = ""
+    tied: Mapping[str, str]  # other name → the name that the tensor is stored under
+    place: str = ""  # this rank's coordinates in the mesh, as an error names them: "tensor=1, shard=0"
 
 
 def collect_local_parts(groups: Mapping[str, Mapping[str, Tensor]], rank: int, place: str = "") -> LocalShard:

@@ -45,37 +45,30 @@ class Snapshot:
 
     Rank 0 contributes all shared state; of the other ranks only `rng`, `extra` and `parts` are written, and `copies`
     compared. `optimizer`, `scheduler` and `scaler` are None, and `rng` is empty, when only the model is saved.
-
-    Attributes:
-        model: name → tensor of any shape and dtype, tied names included; empty when `parts` is set.
-        data: the position in the training data; JSON.
-        trainer_state, training_args: JSON, with the fields of the transformers Trainer's files.
-        files: further files, name → bytes (``config.json``, a tokenizer's).
-        meta: what the commit states besides step, world size and files; JSON.
-        parts: this rank's parts of a sharded model and optimizer; None when the tensors are whole.
-        extra: name → tensor that is neither the model's nor the optimizer's; the JSON parts refer to it by name.
-        model_file: the file of the model; None when it is written already.
-        copies: what `digest_copies` returned of the tensors that other ranks hold alike, and only rank 0 writes.
-        place: this rank's coordinates in the mesh, as an error names them: "tensor=1, shard=0".
-        more_rngs: of an imported checkpoint, the random states of the ranks 1, 2, ... that are not here to write them.
     """
 
     step: int
-    model: Mapping[str, Tensor]
+    model: Mapping[str, Tensor]  # name → tensor of any shape and dtype, tied names included; empty when `parts` is set
     optimizer: OptimizerSnapshot | None = None
     scheduler: dict[str, Any] | None = None
     scaler: dict[str, Any] | None = None
     rng: dict[str, Any] = field(default_factory=dict)
-    data: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)  # the position in the training data; JSON
+    # JSON, with the fields of the transformers Trainer's files.
     trainer_state: dict[str, Any] = field(default_factory=dict)
     training_args: dict[str, Any] = field(default_factory=dict)
-    files: Mapping[str, bytes] = field(default_factory=dict)
-    meta: dict[str, Any] = field(default_factory=dict)
-    parts: LocalShard | None = None
+    files: Mapping[str, bytes] = field(default_factory=dict)  # further files: ``config.json``, a tokenizer's
+    meta: dict[str, Any] = field(
+        default_factory=dict
+    )  # what the commit states besides step, world size and files; JSON
+    parts: LocalShard | None = None  # this rank's parts of a sharded model and optimizer; None: the tensors are whole
+    # Tensors that are neither the model's nor the optimizer's; the JSON parts refer to them by name.
     extra: Mapping[str, Tensor] = field(default_factory=dict)
-    model_file: str | None = MODEL
+    model_file: str | None = MODEL  # the file of the model; None when it is written already
+    # What `digest_copies` returned of the tensors that other ranks hold alike, and only rank 0 writes.
     copies: Mapping[str, int] = field(default_factory=dict)
-    place: str = ""
+    place: str = ""  # this rank's coordinates in the mesh, as an error names them: "tensor=1, shard=0"
+    # Of an imported checkpoint, the random states of the ranks 1, 2, ... that are not here to write them.
     more_rngs: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -382,13 +382,10 @@ class BackgroundSaver:
         disk: the ranks that write one folder together: all of them, or those of this machine.
         timeout_s: seconds that one rank waits for another rank's writing.
         keep: how many checkpoints rotation leaves; see `save_checkpoint`.
-
-    Attributes:
-        memory: the copy that a save writes from.
     """
 
     def __init__(self, comm: Communicator, disk: Communicator, *, timeout_s: float, keep: int | None = None) -> None:
-        self.memory = HostCopy()
+        self.memory = HostCopy()  # the copy that a save writes from
         self._comm = comm
         self._disk = disk
         # Connections of its own: the thread's messages must not meet those of the step.
