@@ -248,8 +248,7 @@ class RunPoints:
 
 
 CHECKPOINTS = "checkpoints"
-TRIES = 3
-"""Times that a checkpoint is tried when something around the evaluation fails."""
+TRIES = 3  # times that a checkpoint is tried when something around the evaluation fails
 _PAUSE_S = 2.0
 # An evaluation inside training takes the weights as they are, and nothing but MLflow's run gets the metrics.
 _AS_IN_TRAINING = {"bf16_full_eval": False, "fp16_full_eval": False, "report_to": "none", "push_to_hub": False}

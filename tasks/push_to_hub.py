@@ -59,8 +59,7 @@ STAGE = "push-to-hub"
 CARD = "README.md"
 # A file of the model with such a name would take the place of what the publication writes itself.
 _MADE_HERE = {CARD, "metrics.json", "trainflow.json", "COMMIT.json", FILE, LINEAGE_FILE}
-EVALUATION = "evaluation"
-"""Folder of a publication with the files of its evaluation."""
+EVALUATION = "evaluation"  # folder of a publication with the files of its evaluation
 _FIELD = "publish.only_if"
 _BYTES = 64 << 20
 

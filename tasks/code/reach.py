@@ -21,10 +21,8 @@ from trainflow.tasks.code.closure import OURS, Closure
 from trainflow.tasks.code.program import Meaning, Piece, Program, assigned_targets, binds_names
 from trainflow.tasks.code.syntax import Chain, Function, ImportTarget, chain_of
 
-ORDER = "(order)"
-"""Label of a digest of the order of statements, behind the file's name."""
-SOURCE = "(text)"
-"""Label of a digest of a whole file, where code reads its own source."""
+ORDER = "(order)"  # label of a digest of the order of statements, behind the file's name
+SOURCE = "(text)"  # label of a digest of a whole file, where code reads its own source
 
 
 def _split(text: str) -> frozenset[str]:

@@ -19,8 +19,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 Comprehension = ast.ListComp | ast.SetComp | ast.DictComp | ast.GeneratorExp
 _READS_DOCSTRINGS = {"__doc__", "getdoc"}
 _MAX_BYTES = 16 << 20
-KEPT_FILES = 64
-"""Number of files whose trees a process caches."""
+KEPT_FILES = 64  # number of files whose trees a process caches
 
 
 def parse_file(path: Path, field: str) -> ast.Module:

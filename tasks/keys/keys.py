@@ -86,14 +86,12 @@ def _distributions() -> dict[str, list[str]]:
     return {name: list(distributions) for name, distributions in metadata.packages_distributions().items()}
 
 
-FOLDER_CHARS = 16
-"""A folder is named by as many characters of its key."""
+FOLDER_CHARS = 16  # a folder is named by as many characters of its key
 
 REFRESH = "refresh"
 """The field of a key that names the result which this one follows, by the time of its commit; the first has none."""
 
-NUMERICS = 1
-"""Raised when trainer_lib changes what the same arguments train, measure or predict."""
+NUMERICS = 1  # raised when trainer_lib changes what the same arguments train, measure or predict
 
 # Another version of one of these may compute other bits.
 _PACKAGES = ("torch", "numpy")

@@ -21,8 +21,7 @@ from trainflow.tasks.prefect.prefect_internals import without_retries
 if TYPE_CHECKING:
     from prefect.client.orchestration import SyncPrefectClient
 
-LIMIT_S = 3.0
-"""Seconds that one request may take."""
+LIMIT_S = 3.0  # seconds that one request may take
 # Each round is one or two requests to Prefect's server.
 EVERY_S = 3.0
 # Seconds before the first one: a stage that ends sooner, with nothing to show, asks the server nothing.

@@ -29,8 +29,7 @@ from trainflow.tasks.runners import Cluster, unreachable_api
 from trainflow.tasks.settings import RunnerSettings
 
 POLL_S = 0.3
-END_S = 30.0
-"""Seconds that a cluster has to end a task, beyond those that a worker has to save."""
+END_S = 30.0  # seconds that a cluster has to end a task, beyond those that a worker has to save
 
 
 @task(

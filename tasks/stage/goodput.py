@@ -24,8 +24,7 @@ from typing import Any
 
 from trainer_lib.base.durations import describe_seconds
 
-KINDS = ("trained", "evaluated", "saved", "restored")
-"""A worker's report, in seconds since it began."""
+KINDS = ("trained", "evaluated", "saved", "restored")  # a worker's report, in seconds since it began
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,7 @@ from trainer_lib.evaluation.prediction_spool import PredictionSpool
 
 ROWS, REPEATS, COLUMNS = 500, 5, 50
 """The most rows that are predicted, how often columns are dealt out, and the most columns."""
-BATCH = 256
-"""Rows of a forward pass at least, because a table's rows are small."""
+BATCH = 256  # rows of a forward pass at least, because a table's rows are small
 _DRAWS, _T = 20, 2.09  # of the rows, for the interval, and Student's quantile for 95 %
 
 

@@ -350,8 +350,7 @@ def _import(call: MetricCall) -> Any:
 
 SLICES = "evaluate.slices"
 MAX_SLICES = 50
-MAX_INTERVALS = 20
-"""Slices of a split that get intervals: one costs as many resamples as all rows do."""
+MAX_INTERVALS = 20  # slices of a split that get intervals: one costs as many resamples as all rows do
 _FEW = 10  # rows that say next to nothing when they are drawn again
 _BINS = 15  # Guo et al., On calibration of modern neural networks, 2017
 

@@ -262,8 +262,7 @@ def _short(value: Any) -> float | int:
 
 
 # -- inputs of rows that are shown ------------------------------------------------------------------------------------
-CHARS = 300
-"""The length of the text of a row with one column; a table's row has up to 12 values of 60."""
+CHARS = 300  # the length of the text of a row with one column; a table's row has up to 12 values of 60
 _VALUE_CHARS, _COLUMNS, _NUMBERS = 60, 12, 8
 _SIDE, _SMALL = 96, 32  # pixels of a picture, and of one that JPEG would blur
 _MOST_PIXELS = 50_000_000  # that are decoded

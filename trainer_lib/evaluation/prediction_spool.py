@@ -154,11 +154,7 @@ class ObjectSpool:
     def __init__(self, folder: Path | None = None) -> None:
         self._folder, self._file = folder, _open_file(folder)
         self._sizes: list[int] = []
-
-    @property
-    def num_batches(self) -> int:
-        """Number of batches."""
-        return len(self._sizes)
+        self.num_batches = 0
 
     def append(self, tree: Any) -> None:
         """Add a batch. Raises ConfigError for a value of another kind."""
@@ -166,6 +162,7 @@ class ObjectSpool:
         with full_disk_named(self._folder, len(data)):
             self._file.write(data)
         self._sizes.append(len(data))
+        self.num_batches += 1
 
     def by_batch(self) -> list[Any]:
         """All batches as a list of trees."""

@@ -18,8 +18,7 @@ import numpy as np
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.evaluation import nested
 
-DIGITS = 6
-"""Significant digits that are kept: enough for quantiles, and few enough for a small file."""
+DIGITS = 6  # significant digits that are kept: enough for quantiles, and few enough for a small file
 _BLOCKS = 50  # of rows, which the jackknife leaves out one by one
 _NORMAL = NormalDist()
 

@@ -64,8 +64,7 @@ from trainer_lib.worker.train import HISTORY
 # it begins, on a few rows of the first split.
 
 
-ROWS = 64
-"""Rows whose outputs are looked at, from all over the split."""
+ROWS = 64  # rows whose outputs are looked at, from all over the split
 _CHANGED: Mapping[str, Any] = {"torch_compile": False, "dataloader_num_workers": 0, "report_to": "none"}
 
 

@@ -32,8 +32,7 @@ from trainer_lib.trainer.model import models
 from trainer_lib.worker.process.assembly import require_module
 from trainer_lib.worker.process.session import Work
 
-Names = list[list[str]]
-"""Parameter names by group, in the order of the group's numbers."""
+Names = list[list[str]]  # parameter names by group, in the order of the group's numbers
 
 # State tensors of torch's optimizers that have the parameter's shape.
 _LIKE_THE_PARAMETER = ("exp_avg", "exp_avg_sq", "momentum_buffer", "square_avg", "sum", "max_exp_avg_sq", "acc_delta")

@@ -19,8 +19,7 @@ from trainer_lib.storage import Store
 from trainer_lib.worker.process.assembly import arguments, build_model, build_trainer, leave_together
 from trainer_lib.worker.process.session import Work
 
-WARM_UP = 3
-"""Steps that are not measured: allocators fill, kernels are chosen, libraries are imported."""
+WARM_UP = 3  # steps that are not measured: allocators fill, kernels are chosen, libraries are imported
 
 
 class _Clock(TrainerCallback):

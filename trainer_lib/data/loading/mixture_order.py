@@ -23,8 +23,7 @@ from trainer_lib.data.loading.order import Indices, RandomOrder, SequentialOrder
 from trainer_lib.data.rows.mixture import FIELD, Mixture, Piece, merge_weights
 from trainer_lib.errors import ConfigError
 
-BLOCK = 256
-"""Positions of a block, about."""
+BLOCK = 256  # positions of a block, about
 _WHOLE = 1 << 30  # what the weights of a segment add up to, about: whole numbers, so no rounding changes an order
 _Counts = tuple[int, ...]
 

@@ -10,10 +10,8 @@ from trainer_lib.base.suggestions import require_known
 from trainer_lib.errors import ConfigError, DataError
 
 FIELD = "prepare.mixture"
-INFO = "mixture"
-"""Name of what prepare notes about a mixture."""
-SOURCE = "source"
-"""The column of prepared rows with the name of their source."""
+INFO = "mixture"  # name of what prepare notes about a mixture
+SOURCE = "source"  # the column of prepared rows with the name of their source
 
 
 class Piece(NamedTuple):

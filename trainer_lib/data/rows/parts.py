@@ -21,8 +21,7 @@ from trainer_lib.locks.shared_parts import BLOCK, block_name
 from trainer_lib.storage import FileEntry, Store
 
 FOLDER = "predictions"
-ERROR = "error"
-"""Column with what is wrong with a row, where bad rows are allowed."""
+ERROR = "error"  # column with what is wrong with a row, where bad rows are allowed
 RECORDS = "records"
 _NAME = re.compile(r"(\d{8,})\.json")
 _AT_ONCE = 16  # records that are read at a time: on an object store they take a while, and little else

@@ -34,8 +34,7 @@ FORMATS = {
 }
 """Ending of a file's name -> its format."""
 
-TABLES = {**FORMATS, ".xlsx": "sheet"}
-"""The same, with workbooks, which the extra `excel` reads."""
+TABLES = {**FORMATS, ".xlsx": "sheet"}  # the same, with workbooks, which the extra `excel` reads
 _PACKED = (".gz", ".bz2", ".xz", ".zst", ".zip")
 _ONLY_NAMED = (*_PACKED[1:], ".xlsx")
 """Endings of files that are read where an address ends so; in a folder they are often the sources of its data."""

@@ -36,8 +36,7 @@ from trainer_lib.storage import FileEntry, Store
 
 
 MAX_VALUES = 100
-Statistics = dict[str, dict[str, Any]]
-"""Column -> name of the statistic -> value, plain JSON."""
+Statistics = dict[str, dict[str, Any]]  # column -> name of the statistic -> value, plain JSON
 
 
 def describe(batch: pa.RecordBatch) -> Statistics:
@@ -251,8 +250,7 @@ def _read_ids(store: Store, path: str, buckets: int, bucket: int) -> npt.NDArray
 # -- statistics that may show a mistake -------------------------------------------------------------------------------
 
 _COMPARED = ("label", "labels", "class", "target")  # columns whose values are compared between splits
-MOST = 10
-"""Warnings that are given."""
+MOST = 10  # warnings that are given
 _CLASSES = 5  # that one warning names
 _ROWS = 5.0  # that a split would have of a class if its rows were drawn like the others': fewer may be chance
 _APART = 0.2  # share of rows that have another label, beyond what chance makes

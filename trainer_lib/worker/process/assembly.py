@@ -45,8 +45,7 @@ if TYPE_CHECKING:
     from trainer_lib.trainer.run import TrainingRun
 
 ADAPTERS = "adapter_model.safetensors"
-BASE = "base_model.json"
-"""Next to exported adapters: what `describe_base` says of their base."""
+BASE = "base_model.json"  # next to exported adapters: what `describe_base` says of their base
 
 
 def arguments(work: Work[Any], verb: str, output_dir: str) -> TrainingArguments:
