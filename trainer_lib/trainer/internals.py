@@ -50,7 +50,7 @@ from trainer_lib.trainer.loop import TrainingLoop
 from trainer_lib.trainer.model.forward import Forward
 from trainer_lib.trainer.model.models import ModelFacts
 from trainer_lib.trainer.model.trained_model import TrainedModel
-from trainer_lib.trainer.overrides import Signatures, takes_trial
+from trainer_lib.trainer.overrides import Signatures, takes_positionals, takes_trial
 from trainer_lib.trainer.run import StopRequest, TrainingRun
 from trainer_lib.trainer.world import World
 
@@ -166,7 +166,7 @@ class Internals:
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Call the Trainer's `log` with the arguments that its (possibly older) override takes."""
-        if self.signatures.log_takes_start and start_time is not None:
+        if start_time is not None and takes_positionals(self._trainer.log, 2):
             self._trainer.log(logs, start_time)
         else:
             self._trainer.log(logs)

@@ -65,10 +65,7 @@ class Signatures:
         self.compute_loss_takes_items = takes(trainer.compute_loss, "num_items_in_batch")
         self.compute_loss_takes_outputs = takes(trainer.compute_loss, "return_outputs")
         self.training_step_takes_items = takes_positionals(trainer.training_step, 3)
-        self.log_takes_start = takes_positionals(trainer.log, 2)
         self.loss_func_takes_items = func is not None and takes(func, "num_items_in_batch")
-        self.scheduler_takes_optimizer = takes(trainer.create_scheduler, "optimizer")
-        self.load_takes_model = takes_positionals(trainer._load_from_checkpoint, 2)
         self.samples_take_device = takes_positionals(trainer.get_batch_samples, 3)
         # 7 since transformers 4.46, 6 (without the start time) since 4.38, 5 (without the gradient norm) before.
         report = trainer._maybe_log_save_evaluate

@@ -14,6 +14,7 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.data.loading.items import MAPPINGS, SEQUENCES
 from trainer_lib.errors import ConfigError, DataError
 from trainer_lib.trainer.api.base import TrainerBase
+from trainer_lib.trainer.overrides import keep_taken
 
 
 class StepMethods(TrainerBase):
@@ -150,8 +151,7 @@ class StepMethods(TrainerBase):
         self.create_optimizer()
         # A schedule on a wrapper would not see that the optimizer in it steps.
         self._trainflow.engine.unwrap_optimizers()
-        takes_optimizer = self._trainflow.signatures.scheduler_takes_optimizer
-        given = {"optimizer": self.optimizer} if takes_optimizer else {}
+        given = keep_taken(self.create_scheduler, {"optimizer": self.optimizer})
         self.create_scheduler(num_training_steps=num_training_steps, **given)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:

@@ -37,6 +37,7 @@ from trainer_lib.storage.commit import COMMIT
 from trainer_lib.trainer.checkpoints.snapshots import decoded
 from trainer_lib.trainer.model import models
 from trainer_lib.trainer.model.seeding import part_seeds, restore_seeds, set_seed
+from trainer_lib.trainer.overrides import takes_positionals
 from trainer_lib.trainer.run import position_in, saved_batch
 from trainer_lib.trainer.world import newest_common
 
@@ -217,7 +218,7 @@ class Restore:
     def load_model(self, url: str) -> None:
         """Load a checkpoint's weights through the Trainer's method, which may be an override without `model`."""
         trainer = self._trainer
-        model = (trainer.model,) if self._internals.signatures.load_takes_model else ()
+        model = (trainer.model,) if takes_positionals(trainer._load_from_checkpoint, 2) else ()
         trainer._load_from_checkpoint(url, *model)
 
     def load_weights(self, url: str, model: nn.Module | None) -> None:
