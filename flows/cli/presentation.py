@@ -28,12 +28,9 @@ if TYPE_CHECKING:
     from trainflow.flows.spec.spec import PipelineSpec
 
 _KEPT_FAILURES = 50
-_WIDEST = 120
-"""Characters of a cell, but for those of the last column."""
-_METRICS_WIDTH = 80 - 2 - 2 * 2
-"""Characters of the widest names and texts of metrics that stand side by side."""
-_NARROWEST = 16
-"""Characters below which no cell is cut on a narrow terminal."""
+_WIDEST = 120  # characters of a cell, but for those of the last column
+_METRICS_WIDTH = 80 - 2 - 2 * 2  # characters of the widest names and texts of metrics that stand side by side
+_NARROWEST = 16  # characters below which no cell is cut on a narrow terminal
 
 
 def summary(result: PipelineResult, ui_command: Sequence[str], sync_command: Sequence[str] = ()) -> list[Text]:

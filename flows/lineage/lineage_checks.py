@@ -46,11 +46,9 @@ from trainflow.tasks.tracking.mlflow_run import find_run_id, tracking_uri
 State = Literal["held", "broken", "not checked"]
 _KEY_BYTES = 16 << 20
 _TAG = "trainflow."
-_SHORT = 16
-"""Characters of a key that a run's tag has."""
+_SHORT = 16  # characters of a key that a run's tag has
 _SQLITE = "sqlite:///"
-_MOST = 20
-"""Problems of one link that are named."""
+_MOST = 20  # problems of one link that are named
 
 
 @dataclass(frozen=True)

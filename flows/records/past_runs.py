@@ -37,11 +37,9 @@ NEWEST = "last"
 """In place of an id: the run that was started last, of those that have what the command needs."""
 _RUN_FILE_BYTES = 16 << 20
 _KEYS_BYTES = 64 << 20
-_SHORTEST = 4
-"""Characters that the beginning of an id must have to stand for it."""
+_SHORTEST = 4  # characters that the beginning of an id must have to stand for it
 _LISTED = 5
-_AT_ONCE = 16
-"""Records that are read at the same time from a store that is not a disk."""
+_AT_ONCE = 16  # records that are read at the same time from a store that is not a disk
 _log = logging.getLogger(__name__)
 # Of a record's fields: what they are, and what their members are.
 _SHAPES: dict[str, tuple[type, type]] = {
@@ -50,8 +48,7 @@ _SHAPES: dict[str, tuple[type, type]] = {
     "metrics": (dict, object),
     **dict.fromkeys(("planned", "force"), (list, str)),
 }
-_NAMED: set[str | None] = set()
-"""Damaged records that this process has named."""
+_NAMED: set[str | None] = set()  # damaged records that this process has named
 _LINK = re.compile(r"(^|/)(runs/(?P<run>[^/]+)|stages/(?P<stage>[^/]+)/(?P<key>[0-9a-f]{8,}))(/|$)")
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 

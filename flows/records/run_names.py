@@ -24,8 +24,7 @@ from trainflow.flows.spec.spec import PipelineSpec
 NAMES = "names"
 _RECORD = re.compile(r"([0-9]{1,12})\.json")
 _LIMIT = 1 << 20
-_MOST = 3
-"""Settings in one name."""
+_MOST = 3  # settings in one name
 _VALUE_CHARS = 12
 _TRIES = 100
 _SECTIONS = ("prepare", "train", "evaluate", "predict", "publish")

@@ -87,8 +87,7 @@ def reached_text(names: Sequence[str], values: Sequence[float]) -> str:
 
 
 SWEEP_REPORT = "report.html"
-_LEAST = 2
-"""Complete trials that a picture needs."""
+_LEAST = 2  # complete trials that a picture needs
 _log = logging.getLogger(__name__)
 
 

@@ -31,8 +31,7 @@ from trainer_lib.checkpoint.values import render_json
 from trainer_lib.distributed.sharding import is_sharded
 from trainer_lib.errors import OutOfMemoryError
 
-_HEADER_BYTES = 512
-"""The most bytes of a tensor's entry in a safetensors header, for the space check."""
+_HEADER_BYTES = 512  # the most bytes of a tensor's entry in a safetensors header, for the space check
 _OTHER_BYTES = 2**20
 """The most bytes that a rank writes besides tensors (random states, JSON, headers), for the space check."""
 _ALIGNMENT = 64  # bytes: a cache line, and a multiple of every element's size

@@ -44,8 +44,7 @@ from trainer_lib.state import TrainerState
 from trainer_lib.storage import Store
 
 _JSON_LIMIT = 512 * 2**20
-_FILE_LIMIT = 256 * 2**20
-"""The largest JSON file and the largest copied file that are read, in bytes."""
+_FILE_LIMIT = 256 * 2**20  # the largest JSON file and the largest copied file that are read, in bytes
 _SHARD = re.compile(r"[\w.-]{1,200}\.safetensors")
 _RNG = re.compile(r"rng_state(?:_(\d{1,6}))?\.pth")
 _COPIED = (

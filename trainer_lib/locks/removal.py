@@ -45,10 +45,8 @@ REMOVING = "removing.json"
 _LOOK_S = 0.1
 _TRIES = 5
 _MARKS = 50
-_REMOVAL_S = 120.0
-"""Seconds that a process of another machine is given to remove a run, or some stages' results."""
-_LIVING_S = 600.0
-"""Seconds that a process is given that runs on this machine; its note is not removed afterwards."""
+_REMOVAL_S = 120.0  # seconds that a process of another machine is given to remove a run, or some stages' results
+_LIVING_S = 600.0  # seconds that a process is given that runs on this machine; its note is not removed afterwards
 KEEP = "KEEP.json"
 TTL_S = 3600.0
 """Seconds that a mark of another machine counts after it was last renewed."""

@@ -226,8 +226,7 @@ def load_same(request: requests.ScoreRequest | requests.MeasureRowsRequest) -> L
     return loaded
 
 
-_FETCHED: dict[str, Path] = {}
-"""Digest of code -> its folder in this process, removed when the process ends."""
+_FETCHED: dict[str, Path] = {}  # digest of code -> its folder in this process, removed when the process ends
 
 
 def _fetch_code(found: FoundModel) -> Path:

@@ -35,8 +35,7 @@ PIN = "pinned.json"
 """Beside the description of a model that MLflow has: the digest that the model had when it was logged."""
 _RUN_FILE = "run.json"
 _RUNS = "runs"
-_TRAINED = re.compile(r"\.\./\.\./stages/train/[0-9a-f]+/model")
-"""The weights' path in a run's description."""
+_TRAINED = re.compile(r"\.\./\.\./stages/train/[0-9a-f]+/model")  # the weights' path in a run's description
 _INSIDE = re.compile(r"(/stages/[^/]+/[^/]+)/(model|checkpoints|predictions(/[^/]+)?)$|(/runs/[^/]+)/report\.html$")
 """Contents of a stage or a run that are shown with their own address."""
 

@@ -30,10 +30,8 @@ STAGED = 7
 """Parts in memory, in flight or being filled: 112 MiB, and there is no other copy of them."""
 _DOUBLE_EVERY = 2500
 """Parts after which the size of a part doubles. The 10,000 parts that an upload may have then hold 580 GiB."""
-_SLICE = 256 * 2**10
-"""Bytes given to the socket at a time."""
-_TRIES = 5
-"""The number of times to send a request whose answer breaks off."""
+_SLICE = 256 * 2**10  # bytes given to the socket at a time
+_TRIES = 5  # the number of times to send a request whose answer breaks off
 
 Call = Callable[..., "Future[dict[str, Any]]"]
 """Start one request of the S3 client."""

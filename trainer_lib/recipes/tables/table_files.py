@@ -39,8 +39,7 @@ SAME = "all rows have the same columns, with null, or an empty cell, where there
 _AT_ONCE = 10_000  # values that become numbers together
 TRUTH = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": 0.0, "0": 0.0, "0.0": 0.0}
 """Text of a truth value, in lower case -> its number."""
-_FEW = 50
-"""A text column with more different values than this, and than half of its rows, is not a category."""
+_FEW = 50  # a text column with more different values than this, and than half of its rows, is not a category
 
 
 # -- files ------------------------------------------------------------------------------------------------------------

@@ -27,8 +27,7 @@ mask: the block-diagonal mask is given as well, for a model that takes one and d
 NO_TARGET = -100
 NEW_TOKENS = "new_tokens"
 """The column of new rows that says how many tokens their text is continued by, at most."""
-_TOGETHER = 16
-"""Prompts that a model continues at once."""
+_TOGETHER = 16  # prompts that a model continues at once
 _TOLERANCE = 0.02  # of the largest logit: positions are rounded, and half precision has three digits
 
 

@@ -31,8 +31,7 @@ from trainer_lib.trainer.overrides import parameters_of
 
 _ADAPTER_PARTS = ("modules_to_save", "token_adapter", "prompt_encoder")
 """Children under which peft keeps trained copies, besides those that its layers name in `adapter_layer_names`."""
-_PROBED = 64
-"""Values of each frozen tensor that its fingerprint looks at."""
+_PROBED = 64  # values of each frozen tensor that its fingerprint looks at
 
 
 # -- what a model is ---------------------------------------------------------------------------------------------------
