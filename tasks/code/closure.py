@@ -91,9 +91,8 @@ def closure(
             reason = "This is a folder, not a file." if path.is_dir() else "There is no such file."
             raise ConfigError(reason, field=field, value=str(path), remedy="Give the path of the recipe's Python file.")
         if path.suffix != ".py":
-            raise ConfigError(
-                "A recipe is a Python file.", field=field, value=str(path), remedy="Give the path of a .py file."
-            )
+            what = "A recipe is a Python file."
+            raise ConfigError(what, field=field, value=str(path), remedy="Give the path of a .py file.")
     walk = _Walk(Path(root).absolute() if root is not None else find_root(recipes[0]), recipes, field)
     walk.visit()
     walk.found.files = dict(sorted(walk.found.files.items()))

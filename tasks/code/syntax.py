@@ -26,22 +26,19 @@ def parse_file(path: Path, field: str) -> ast.Module:
     """The syntax tree of a file. Raises ConfigError, about `field`, if it cannot be read or is not Python."""
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise ConfigError(
-                "The file is too large for Python source.", field=field, value=str(path), remedy="Check the path."
-            )
+            what = "The file is too large for Python source."
+            raise ConfigError(what, field=field, value=str(path), remedy="Check the path.")
         return _parse(path.read_bytes(), str(path))
     except SyntaxError as error:
         what = f"The file is not valid Python: {error.msg} (line {error.lineno})."
         raise ConfigError(what, field=field, value=str(path), remedy="Correct the file.") from error
     # A null byte, and an expression nested deeper than the parser goes.
     except (ValueError, RecursionError, MemoryError) as error:
-        raise ConfigError(
-            f"The file is not valid Python: {error}.", field=field, value=str(path), remedy="Correct it."
-        ) from error
+        what = f"The file is not valid Python: {error}."
+        raise ConfigError(what, field=field, value=str(path), remedy="Correct it.") from error
     except OSError as error:
-        raise ConfigError(
-            f"The file cannot be read: {error.strerror}.", field=field, value=str(path), remedy="Check its permissions."
-        ) from error
+        what = f"The file cannot be read: {error.strerror}."
+        raise ConfigError(what, field=field, value=str(path), remedy="Check its permissions.") from error
 
 
 # Stages and commands of one process read the same files. Trees are never changed, so what follows from one is cached.

@@ -53,9 +53,8 @@ def check(sources: Sequence[str], *, field: str = "prepare.sources") -> None:
     for source in sources:
         kind, rest = _kind(source, field)
         if kind == "local" and not Path(rest).exists() and not is_pattern(rest):
-            raise ConfigError(
-                "This file or folder does not exist.", field=field, value=source, remedy="Check the path."
-            )
+            what = "This file or folder does not exist."
+            raise ConfigError(what, field=field, value=source, remedy="Check the path.")
         if kind == "package":
             _distribution(rest, field, source)
         if kind == "stdlib" and not (_stdlib() / rest).exists():
@@ -213,9 +212,8 @@ def _local_files(
                 yield name.as_posix(), f"{file.stat().st_size} {known.digest(file)}"
     except OSError as error:
         where = str(error.filename or path)
-        raise StorageError(
-            f"A source cannot be read: {error.strerror}.", field=where, remedy="Check its permissions."
-        ) from error
+        what = f"A source cannot be read: {error.strerror}."
+        raise StorageError(what, field=where, remedy="Check its permissions.") from error
 
 
 def _stdlib() -> Path:
@@ -257,9 +255,8 @@ def _package_files(rest: str, field: str, source: str) -> list[tuple[str, str]]:
             content = hashlib.sha256(Path(str(file.locate())).read_bytes()).hexdigest()
         found.append((path, content))
     if not found:
-        raise ConfigError(
-            f"The package {name} has no such files.", field=field, value=source, remedy="Leave the part after '/' out."
-        )
+        what = f"The package {name} has no such files."
+        raise ConfigError(what, field=field, value=source, remedy="Leave the part after '/' out.")
     return found
 
 
@@ -269,9 +266,8 @@ def _package_files(rest: str, field: str, source: str) -> list[tuple[str, str]]:
 def _list_matches(source: str, field: str) -> tuple[Store, list[FileInfo]]:
     store, files = list_matches(source, field=field)
     if not files:
-        raise ConfigError(
-            "No file matches this pattern.", field=field, value=source, remedy="Correct the pattern, or name a folder."
-        )
+        what = "No file matches this pattern."
+        raise ConfigError(what, field=field, value=source, remedy="Correct the pattern, or name a folder.")
     return store, files
 
 
@@ -301,9 +297,8 @@ def _http_tag(source: str, field: str) -> str:
             tag = answer.headers.get("ETag")
             size = answer.headers.get("Content-Length", "")
     except urllib.error.HTTPError as error:
-        raise ConfigError(
-            f"The server answers {error.code} {error.reason}.", field=field, value=source, remedy="Check the URL."
-        ) from error
+        what = f"The server answers {error.code} {error.reason}."
+        raise ConfigError(what, field=field, value=source, remedy="Check the URL.") from error
     except (OSError, ValueError, http.client.HTTPException) as error:
         what = describe_outage(error) or first_line(error)
         remedy = "Check the address and the network, then run the same command again."

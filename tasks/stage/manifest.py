@@ -99,9 +99,8 @@ class StageManifest(Generic[F]):
             files = tuple(FileEntry(str(f["path"]), int(f["size"]), str(f["sha256"])) for f in data["files"])
             return cls._from_record(data, files)
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(
-                "This is not a stage's manifest.", remedy="Pass on what the stage before returned."
-            ) from error
+            what = "This is not a stage's manifest."
+            raise ConfigError(what, remedy="Pass on what the stage before returned.") from error
 
     @classmethod
     def _from_record(cls, record: Mapping[str, Any], files: tuple[FileEntry, ...]) -> StageManifest:

@@ -81,9 +81,8 @@ class OptunaSearch:
     def _check_options(self) -> None:
         for name in self._options:
             if name not in (*_STUDY, *_RUNNING):
-                raise ConfigError(
-                    "This option does not exist.", field=name, remedy=suggestion(name, (*_STUDY, *_RUNNING))
-                )
+                what = "This option does not exist."
+                raise ConfigError(what, field=name, remedy=suggestion(name, (*_STUDY, *_RUNNING)))
         if self._options.get("n_jobs", 1) != 1:
             what = "One Trainer trains one trial at a time."
             remedy = "Start the search several times on one storage, with load_if_exists=True."

@@ -72,14 +72,12 @@ class TrialRunner:
         """
         trainer = self.trainer
         if trainer.model_init is None:
-            raise ConfigError(
-                "Every trial trains a fresh model.", field="model_init", remedy="Give it to the Trainer, not a model."
-            )
+            what = "Every trial trains a fresh model."
+            raise ConfigError(what, field="model_init", remedy="Give it to the Trainer, not a model.")
         # An `evaluate` of the user's own may know its data.
         if trainer.eval_dataset is None and "evaluate" not in vars(type(trainer)):
-            raise ConfigError(
-                "Trials are compared by their evaluation.", field="eval_dataset", remedy="Give it to the Trainer."
-            )
+            what = "Trials are compared by their evaluation."
+            raise ConfigError(what, field="eval_dataset", remedy="Give it to the Trainer.")
         search = create_backend(backend, self, settings)
         with self._searching(settings, search.name):
             return search.run()
@@ -205,8 +203,7 @@ def default_hp_space_ray(trial: Any) -> dict[str, Any]:
 
 def _ray() -> Any:
     if importlib.util.find_spec("ray") is None:
-        raise MissingExtraError(
-            "A search with Ray Tune needs the package ray.", field="backend", value="ray", extra="ray"
-        )
+        what = "A search with Ray Tune needs the package ray."
+        raise MissingExtraError(what, field="backend", value="ray", extra="ray")
     with variables_kept({}, "RAY_CLIENT_MODE"):  # set by an import of Ray, and read by that alone
         return importlib.import_module("trainer_lib.search.ray_tune")

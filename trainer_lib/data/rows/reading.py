@@ -66,9 +66,8 @@ class Reading:
             codecs.lookup(self.encoding or "utf-8")
         except LookupError as error:
             remedy = "Use a name such as utf-8, cp1252, latin-1, utf-16 or shift_jis."
-            raise ConfigError(
-                "Python knows no such encoding.", field=f"{FIELD}.encoding", value=self.encoding, remedy=remedy
-            ) from error
+            what = "Python knows no such encoding."
+            raise ConfigError(what, field=f"{FIELD}.encoding", value=self.encoding, remedy=remedy) from error
 
     @cached_property
     def gaps(self) -> frozenset[str]:

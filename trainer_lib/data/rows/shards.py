@@ -101,9 +101,8 @@ class ArrowSplit:
     def __init__(self, data: Mapping[str, Any], split: str, cache: FileCache | None = None) -> None:
         if split not in data["splits"]:
             known = ", ".join(data["splits"])
-            raise ConfigError(
-                "The split was not prepared.", field="split", value=split, remedy=f"Prepared are: {known}."
-            )
+            what = "The split was not prepared."
+            raise ConfigError(what, field="split", value=split, remedy=f"Prepared are: {known}.")
         info = data["splits"][split]
         files = {str(file["path"]): file for file in data["files"]}
         self.name = split
@@ -184,9 +183,8 @@ class ArrowSplit:
             # A shard is one batch, so a row's place in the file is its place in the batch.
             batch: pa.RecordBatch = pa.ipc.open_file(pa.memory_map(str(path))).get_batch(0)
         except (OSError, pa.ArrowInvalid) as error:
-            raise DamagedError(
-                f"The shard cannot be read ({error}).", field=entry.path, remedy="Run with --force prepare-data."
-            ) from error
+            what = f"The shard cannot be read ({error})."
+            raise DamagedError(what, field=entry.path, remedy="Run with --force prepare-data.") from error
         return batch
 
 
