@@ -123,7 +123,7 @@ def find_returned_names(tree: ast.Module, name: str) -> list[str] | None:
 
 def _signature_of(args: ast.arguments) -> inspect.Signature:
     kinds = inspect.Parameter
-    positional = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
+    positional: list[tuple[ast.arg, Any]] = [(arg, kinds.POSITIONAL_ONLY) for arg in args.posonlyargs]
     positional += [(arg, kinds.POSITIONAL_OR_KEYWORD) for arg in args.args]
     required = len(positional) - len(args.defaults)
     parameters = [kinds(arg.arg, kind) for arg, kind in positional[:required]]
@@ -153,7 +153,7 @@ def wrong_result(name: str, wanted: str, value: object, *, remedy: str) -> Confi
 
 
 def check_result(name: str, value: object) -> None:
-    """Raise ConfigError for a result of `collate` that is no batch, or of `compute_loss_func` without a gradient."""
+    """Raise ConfigError unless `collate` returned a batch, or `compute_loss_func` a tensor with a gradient."""
     if name == "collate" and value is None:
         remedy = 'Return for example {"x": tensor, "labels": tensor}.'
         raise wrong_result(name, "a mapping of names to tensors", value, remedy=remedy)

@@ -80,8 +80,7 @@ def write_commit(
 ) -> Commit:
     """Declare a folder complete, after every file in `files` was written; it may hold others, which are not covered.
 
-    Args:
-        guard: called right before the commit; raises (`LeaseLostError`) to prevent it.
+    `guard` is called right before the commit, and raises (`LeaseLostError`) to prevent it.
 
     Raises:
         StorageError: a file is absent or has another size than was written; nothing is committed.

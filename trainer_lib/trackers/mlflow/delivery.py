@@ -52,9 +52,8 @@ class Arrived:
     def holds(self, point: Point, once: object) -> bool:
         """Whether a point is there already, by its key, timestamp, step and value.
 
-        Args:
-            once: True: a result that the run has as the newest value of that step is the same one, whenever it was
-                measured. "step": the step alone decides, as of an evaluation next to the training, which may be ahead.
+        `once` is True: a result that the run has as the newest value of that step is the same one, whenever it was
+        measured. "step": the step alone decides, as of an evaluation next to the training, which may be ahead.
         """
         there = self._at_step(point)
         identity = _identity(point)

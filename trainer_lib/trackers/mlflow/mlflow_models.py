@@ -113,11 +113,8 @@ def find_model(client: MlflowClient, experiment_id: str, digest: str, run_id: st
 def download_model(address: str) -> Path:
     """The folder that describes a model of MLflow, copied to this machine; removed when the process ends.
 
-    Args:
-        address: ``models:/name@alias``, ``models:/name/version`` or ``models:/m-id``.
-
-    Raises:
-        ConfigError: there is no such model, or it was not logged by trainflow. StoreUnreachableError: no answer.
+    `address` is ``models:/name@alias``, ``models:/name/version`` or ``models:/m-id``. Raises ConfigError when there is
+    no such model, or trainflow did not log it, and StoreUnreachableError without an answer.
     """
     load()
     from mlflow.artifacts import download_artifacts
