@@ -6,8 +6,7 @@ import math
 import re
 from datetime import UTC, datetime, timedelta
 
-UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}
-"""Seconds of each unit."""
+UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400, "w": 604_800}  # seconds of each unit
 
 FORMS = "Write a number with its unit: 90s, 30m, 12h, 1d, 2w, or 1d12h."
 _PART = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([a-z]+)", re.IGNORECASE)

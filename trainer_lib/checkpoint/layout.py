@@ -31,8 +31,7 @@ from trainer_lib.errors import DamagedError
 from trainer_lib.locks.claim import is_claim
 from trainer_lib.storage.commit import COMMIT
 
-KIND = "checkpoint"
-"""The kind that the folder's commit file states."""
+KIND = "checkpoint"  # the kind that the folder's commit file states
 
 MODEL = "model.safetensors"
 OWN_MODEL = "trainflow/model.safetensors"

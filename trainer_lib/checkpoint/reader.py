@@ -39,8 +39,7 @@ if TYPE_CHECKING:
 ShareTensors = Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
 """Takes a function that reads tensors and returns the tensors, for instance read on one rank for all."""
 
-_JSON_LIMIT = 64 * 2**20
-"""The largest JSON file that is read, in bytes."""
+_JSON_LIMIT = 64 * 2**20  # the largest JSON file that is read, in bytes
 _GROWING_LIMIT = 512 * 2**20
 """The limit for the trainer's state, which grows with every log, and for the index over the shards."""
 _RANK_LIMIT = 1_000_000

@@ -27,8 +27,7 @@ from trainer_lib.checkpoint.layout import damaged_file
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 
-ALIASES = "trainflow.aliases"
-"""The metadata key of the tied names: JSON, {other name: stored name}."""
+ALIASES = "trainflow.aliases"  # the metadata key of the tied names: JSON, {other name: stored name}
 
 _HEADER_LIMIT = 32 * 2**20  # some 200,000 tensors; reading one takes about ten times that in memory
 _DIMENSIONS = 64  # torch's own limit

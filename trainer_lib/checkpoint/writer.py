@@ -59,8 +59,7 @@ from trainer_lib.storage.commit import COMMIT, Commit, write_commit
 if TYPE_CHECKING:
     from trainer_lib.distributed.communicator import Communicator
 
-WriteFiles = Callable[[Path], None]
-"""Writes files into a local folder; called on every rank."""
+WriteFiles = Callable[[Path], None]  # writes files into a local folder; called on every rank
 
 
 def add_files(store: Store, comm: Communicator, write: WriteFiles) -> dict[str, FileEntry]:

@@ -23,8 +23,7 @@ SCHEME = "hf://"
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,95}/[A-Za-z0-9][A-Za-z0-9._-]{0,95}")
 _REVISION = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,119}")
 
-ADAPTER = "adapter"
-"""Folder of a publication whose weights have adapters merged in: the adapters as they were trained."""
+ADAPTER = "adapter"  # folder of a publication whose weights have adapters merged in: the adapters as they were trained
 
 
 @dataclass(frozen=True)

@@ -48,10 +48,8 @@ _MARKS = 50
 _REMOVAL_S = 120.0  # seconds that a process of another machine is given to remove a run, or some stages' results
 _LIVING_S = 600.0  # seconds that a process is given that runs on this machine; its note is not removed afterwards
 KEEP = "KEEP.json"
-TTL_S = 3600.0
-"""Seconds that a mark of another machine counts after it was last renewed."""
-RENEW_S = 600.0
-"""Seconds between two renewals."""
+TTL_S = 3600.0  # seconds that a mark of another machine counts after it was last renewed
+RENEW_S = 600.0  # seconds between two renewals
 _PREFIX, _SUFFIX = "READING-", ".json"
 _LOG = logging.getLogger(__name__)
 

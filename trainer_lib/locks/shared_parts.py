@@ -26,8 +26,7 @@ from trainer_lib.locks.lease import Heartbeat, Holder, read_small
 from trainer_lib.storage import Store
 
 CLAIMS = "claims"
-BLOCK = 1000
-"""Parts whose records, and claims, are in one folder: as many as an object store lists in one answer."""
+BLOCK = 1000  # parts whose records, and claims, are in one folder: as many as an object store lists in one answer
 TTL_S = 30.0
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-KEPT = "(trainflow)"
-"""Folder of trainflow's recipes among the files of a run or of a model."""
+KEPT = "(trainflow)"  # folder of trainflow's recipes among the files of a run or of a model
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 
 _FIRST_LINE = re.compile(r'"""The recipe ([a-z-]+): (.+?)"*$')
@@ -22,8 +21,7 @@ def _find_recipes() -> dict[str, str]:
     return found
 
 
-ABOUT = _find_recipes()
-"""Name -> what the recipe is for."""
+ABOUT = _find_recipes()  # name -> what the recipe is for
 
 
 def is_recipe_name(value: object) -> bool:

@@ -26,12 +26,10 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.footprint import Estimate, Probe
 from trainer_lib.storage import FileEntry
 
-FORMAT = 1
-"""Raised when a request changes its meaning: the machines of one training must run the same version."""
+FORMAT = 1  # raised when a request changes its meaning: the machines of one training must run the same version
 
 
-OUTCOMES = "outcomes"
-"""Folder in the result of evaluate: what the model got right and wrong, JSON files by split."""
+OUTCOMES = "outcomes"  # folder in the result of evaluate: what the model got right and wrong, JSON files by split
 MIXTURE_CHANGE = "mixture.json"
 """File in the folder of a training with weights of sources that it is to have from its next save on."""
 STATISTICS = "statistics.json"
@@ -176,13 +174,10 @@ class Request(Generic[R]):
 
     verb: ClassVar[str]
     result: ClassVar[type[Any]]
-    functions: ClassVar[tuple[str, ...]] = ("build_model",)
-    """Functions that the recipe must define for this verb."""
+    functions: ClassVar[tuple[str, ...]] = ("build_model",)  # functions that the recipe must define for this verb
     by_verb: ClassVar[dict[str, type[Request[Any]]]] = {}
-    home: ClassVar[str] = "trainer_lib.worker"
-    """The package that has the verb's module."""
-    uses_devices: ClassVar[bool] = False
-    """Whether the worker puts a model on the devices of its machine."""
+    home: ClassVar[str] = "trainer_lib.worker"  # the package that has the verb's module
+    uses_devices: ClassVar[bool] = False  # whether the worker puts a model on the devices of its machine
 
     output: str  # folder or URL to write to
     recipe: RecipeFile | None = None  # whose functions are called; None: the verb needs none

@@ -31,12 +31,10 @@ from trainer_lib.base.json_text import parse_json, seal_of
 from trainer_lib.errors import DamagedError, LeaseLostError, NewerVersionError, StorageError
 from trainer_lib.storage import FileEntry, Store, relative_problem
 
-COMMIT = "COMMIT.json"
-"""Name of the commit file in its folder."""
+COMMIT = "COMMIT.json"  # name of the commit file in its folder
 
 FORMAT = 1
-LIMIT = 64 * 2**20
-"""The largest commit file that is read or written, in bytes."""
+LIMIT = 64 * 2**20  # the largest commit file that is read or written, in bytes
 MOST_FILES = 300_000
 """Files that fit into it, with paths of up to 120 characters: a job that would write more is refused before it."""
 

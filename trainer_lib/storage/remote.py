@@ -36,15 +36,12 @@ _MEMORY_LOCK = threading.Lock()
 _BLOCK = 16 * 2**20
 """Bytes per request of a file that is written; with fsspec's own 5 MiB there are three times as many requests."""
 _BUSY_CODES = {"ConditionalRequestConflict", "OperationAborted", "409"}
-PIECE = 16 * 2**20
-"""Bytes of one request: so many that the latency of a request does not matter."""
+PIECE = 16 * 2**20  # bytes of one request: so many that the latency of a request does not matter
 WINDOW = 6
-GAP = 2**20
-"""Bytes between two wanted ranges up to which one request reads both and discards what lies between."""
+GAP = 2**20  # bytes between two wanted ranges up to which one request reads both and discards what lies between
 
 Buffer = bytes | bytearray | memoryview
-Fetch = Callable[[int, int], "Future[Buffer]"]
-"""Start a request for the bytes [start, end)."""
+Fetch = Callable[[int, int], "Future[Buffer]"]  # start a request for the bytes [start, end)
 Range = tuple[int, int]
 
 

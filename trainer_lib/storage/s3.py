@@ -24,17 +24,14 @@ from typing_extensions import override
 from trainer_lib.storage.remote import AheadReader, Buffer, RemoteBackend
 from trainer_lib.storage.urls import FileInfo
 
-PART = 16 * 2**20
-"""Bytes of one part; the protocol demands at least 5 MiB."""
-STAGED = 7
-"""Parts in memory, in flight or being filled: 112 MiB, and there is no other copy of them."""
+PART = 16 * 2**20  # bytes of one part; the protocol demands at least 5 MiB
+STAGED = 7  # parts in memory, in flight or being filled: 112 MiB, and there is no other copy of them
 _DOUBLE_EVERY = 2500
 """Parts after which the size of a part doubles. The 10,000 parts that an upload may have then hold 580 GiB."""
 _SLICE = 256 * 2**10  # bytes given to the socket at a time
 _TRIES = 5  # the number of times to send a request whose answer breaks off
 
-Call = Callable[..., "Future[dict[str, Any]]"]
-"""Start one request of the S3 client."""
+Call = Callable[..., "Future[dict[str, Any]]"]  # start one request of the S3 client
 
 
 _KNOWN: set[str] = set()  # endpoints at which an S3 store has answered

@@ -21,10 +21,8 @@ _TIMINGS = re.compile(
     r"|model_preparation_time|total_flos)$"
 )
 
-EVALUATE_TAG = "trainflow.evaluate"
-"""Tag of a run: the beginning of the key of its evaluation."""
-GATE_TAG = "trainflow.gate"
-"""Tag of a run: whether its evaluation meets what the spec requires, in words."""
+EVALUATE_TAG = "trainflow.evaluate"  # tag of a run: the beginning of the key of its evaluation
+GATE_TAG = "trainflow.gate"  # tag of a run: whether its evaluation meets what the spec requires, in words
 _MEASURED = ("eval", "test")
 _GROUPS = ("train", "eval", "system")
 _MARGIN = re.compile(r"(?P<metric>.+)_(?:over|below)_(?P<base>[a-z0-9]+)")

@@ -27,8 +27,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 DIGEST_TAG = "trainflow.model_digest"
-FOLDER = "trainflow"
-"""The folder of our files among a logged model's artifacts."""
+FOLDER = "trainflow"  # the folder of our files among a logged model's artifacts
 CANDIDATE = "candidate"
 CHAMPION = "champion"
 BEFORE_TAG = "trainflow.champion_before"
