@@ -1,7 +1,6 @@
 """Every name of Prefect that its documentation does not promise, in one file.
 
-`pyproject.toml` pins the versions of Prefect; tests/flows/test_engine.py fails when a version outside of
-that range is installed, or when one of these names changes its shape. Importing this module does not import Prefect.
+`pyproject.toml` pins the versions of Prefect. Importing this module does not import Prefect.
 """
 
 from __future__ import annotations

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -17,8 +15,8 @@ import pytest
 from prefect.settings import PREFECT_API_URL, temporary_settings
 
 from tests.support import police, toy
-from tests.support.command import Cli, command_words, running, trainflow
-from tests.support.prefect_home import make_home
+from tests.support.command import Cli, command_words, python, running, trainflow
+from tests.support.prefect_home import embedded_servers, make_home
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
 from tests.support.runs import IN_PROCESS
@@ -51,12 +49,6 @@ def training() -> list[psutil.Process]:
     """Runs of this test session, their workers, and what supervises those."""
     marks = ("trainer_lib", "prefect.engine")
     return [process for process in police.session_processes() if any(mark in _line(process) for mark in marks)]
-
-
-def embedded_servers(home: Path) -> list[psutil.Process]:
-    """Those of one Prefect home: the session keeps one in its own."""
-    lines = ((process, _line(process)) for process in police.session_processes())
-    return [process for process, line in lines if "server/embedded.py" in line and str(home) in line]
 
 
 def _line(process: psutil.Process) -> str:
@@ -262,16 +254,14 @@ def test_importing_the_entrypoint_of_served_runs_does_nothing() -> None:
         f"print(served.validate_parameters(dict(spec={spec!r}))['spec'].name)\n"
     )
     # The folder does not exist: an import that opened the server's lock would fail.
-    env = {**os.environ, OWNER: "1", SERVER_FOLDER: "/nonexistent"}
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout == "True []\nTrue True False\ntoy\n", done.stdout + done.stderr
+    env = {OWNER: "1", SERVER_FOLDER: "/nonexistent"}
+    assert python("-c", code, env=env).stdout == "True []\nTrue True False\ntoy\n"
 
 
 def command(folder: Path, name: str) -> None:
     """Run a function of this file as a command of its own: this process may hold on to the session's server."""
     code = f"from tests.e2e.test_deployments import {name}; {name}()"
-    env = {**os.environ, "PREFECT_HOME": str(folder / "prefect"), "SERVED_PROJECT": str(folder / "project")}
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env, check=True, timeout=150)
+    python("-c", code, env={"PREFECT_HOME": str(folder / "prefect"), "SERVED_PROJECT": str(folder / "project")})
 
 
 def serve_and_die() -> None:

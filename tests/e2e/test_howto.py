@@ -21,7 +21,7 @@ from typing import Any
 import nbformat
 import pytest
 
-from tests.support.command import Cli
+from tests.support.command import Cli, python
 from tests.support.pages import Block, blocks
 from tests.support.repository import ROOT
 from trainer_lib.base.yaml_text import dump_yaml, parse_yaml
@@ -291,11 +291,10 @@ def test_every_cell_runs_and_the_last_one_shows_the_report(tmp_path: Path) -> No
     assert several != given
     (folder / NOTEBOOK.name).write_text(several, "utf-8")
     # A process of its own: the client leaves threads, and the kernel is a child of it.
-    client = [sys.executable, "-c", "from nbclient.cli import main; main()"]
-    command = [*client, NOTEBOOK.name, "--output", "executed.ipynb", "--timeout", "500"]
-    env = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    client = ("-c", "from nbclient.cli import main; main()")
+    env = {"IPYTHONDIR": str(tmp_path / "ipython"), "JUPYTER_RUNTIME_DIR": str(tmp_path / "runtime")}
+    words = (NOTEBOOK.name, "--output", "executed.ipynb", "--timeout", "500")
+    python(*client, *words, cwd=folder, env=env, timeout=590)
     executed = _read(folder / "executed.ipynb")
     shown = [_shown(cell) for cell in executed.cells if cell.cell_type == "code"]
     assert "'wine'" in shown[0]

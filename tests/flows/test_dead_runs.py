@@ -7,8 +7,6 @@ import logging
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import threading
 import uuid
 from collections.abc import Callable
@@ -26,6 +24,7 @@ from prefect.client.schemas.filters import FlowRunFilter
 from prefect.client.schemas.objects import State, StateType
 from prefect.states import AwaitingRetry, Pending, Running
 
+from tests.support.command import answer, start_script
 from tests.support.prefect_server import wait_for
 from tests.support.recorded import leave_sign
 from tests.support.runs import newest_state, run
@@ -87,26 +86,18 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Run:
-    """A process in the middle of its flow."""
+    """A process in the middle of its flow; its id once it is in its second task."""
 
     def __init__(self, *arguments: str) -> None:
-        pipe = subprocess.PIPE
-        command = [sys.executable, "-c", PROGRAM, *arguments]
-        self.process = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True)
+        self.process = start_script(PROGRAM, *arguments)
         self.id = uuid.UUID(int=0)
 
     def wait(self) -> None:
-        """Wait until it is in its second task."""
-        assert self.process.stdout is not None
-        self.id = uuid.UUID(json.loads(self.process.stdout.readline()))
+        self.id = uuid.UUID(json.loads(answer(self.process)))
 
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
-
-    def finish(self) -> int:
-        self.process.communicate(timeout=60)
-        return self.process.returncode
 
 
 def states(begun: Run) -> tuple[str, list[str]]:
@@ -138,7 +129,8 @@ def test_a_run_that_begins_ends_a_killed_one_and_its_tasks_and_lives_on_itself()
         wait_for("the end of both", lambda: states(killed) == ("Crashed", ["Completed", "Crashed"]))
         assert f"(process {killed.process.pid} on " in read(killed.id).state.message
         assert states(living)[0] == "Running"
-        assert living.finish() == 0
+        living.process.communicate(timeout=60)
+        assert living.process.returncode == 0
         wait_for("the end of the living one", lambda: states(living) == ("Completed", ["Completed", "Completed"]))
         assert prefect_runs.sweep_dead_runs() == []
     finally:

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import inspect
 import json
-import logging
 import os
 import re
 import sqlite3
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
-from packaging.requirements import Requirement
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext, serialize_context
-from prefect.events.clients import PrefectEventsClient
-from prefect.events.worker import EventsWorker, emit_events_to_cloud
-from prefect.logging import configuration
-from prefect.logging.handlers import APILogHandler, APILogWorker
+from prefect.events import emit_event
+from prefect.events.worker import EventsWorker
 from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_API_URL,
@@ -39,8 +32,8 @@ from prefect.settings import (
     temporary_settings,
 )
 
-from tests.support import repository
-from tests.support.prefect_home import make_home
+from tests.support.command import answer, start_script
+from tests.support.prefect_home import embedded_servers, make_home
 from tests.support.prefect_server import wait_for
 from tests.support.repository import relative, sources
 from trainer_lib.errors import ConfigError, InfrastructureError, StorageError
@@ -79,25 +72,17 @@ class Command:
     """A process inside `prefect_api`; `url` once it is there."""
 
     def __init__(self, name: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND, name],
-            env={**os.environ, "PREFECT_LOGGING_LEVEL": "WARNING"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
+        quiet = {"PREFECT_LOGGING_LEVEL": "WARNING"}
+        self.process = start_script(COMMAND, name, env=quiet, stderr=subprocess.PIPE)
 
     def url(self) -> str:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
-        assert line.startswith("http://127.0.0.1:"), self.process.communicate()
-        return line
+        url = answer(self.process)
+        assert url.startswith("http://127.0.0.1:"), self.process.communicate()
+        return url
 
     def say(self, line: str) -> None:
         assert self.process.stdin is not None
         self.process.stdin.write(f"{line}\n")
-        self.process.stdin.flush()
 
     def finish(self) -> tuple[str, str]:
         out, err = self.process.communicate(timeout=60)
@@ -133,14 +118,7 @@ def start(home: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
 
 
 def servers() -> list[psutil.Process]:
-    """Embedded servers of this test session's Prefect home."""
-    home = os.environ["PREFECT_HOME"]
-    return [
-        process
-        for process in psutil.process_iter(["cmdline"])
-        if any("server/embedded.py" in part for part in process.info["cmdline"] or [])
-        and any(home in part for part in process.info["cmdline"])
-    ]
+    return embedded_servers(Path(os.environ["PREFECT_HOME"]))
 
 
 def wait_for_no_server() -> None:
@@ -282,39 +260,13 @@ def test_undocumented_names_of_prefect_stand_in_one_file() -> None:
     assert found == {"tasks/prefect/prefect_internals.py"}
 
 
-def test_the_installed_prefect_is_of_a_version_that_was_tried() -> None:
-    declared = [Requirement(text) for text in repository.pyproject()["project"]["dependencies"]]
-    [prefect] = [requirement for requirement in declared if requirement.name == "prefect"]
-    assert prefect.specifier.contains(metadata.version("prefect"))
-
-
 def test_events_for_a_server_that_stays_away_do_not_hold_a_process_at_its_end() -> None:
-    from prefect.events import emit_event
-    from prefect.events.worker import EventsWorker
-    from prefect.settings import PREFECT_API_URL
-
     with settings_for_every_thread({PREFECT_API_URL: "http://127.0.0.1:9/api"}), patient_events(600):
         emit_event("a.test", {"prefect.resource.id": "a.test"})
         services: Any = EventsWorker
         worker: Any = next(each for each in services._instances.values() if isinstance(each, EventsWorker))
         send_queued(0.2)
         wait_for("the end of the queue", worker._done_event.is_set)
-
-
-def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
-    import prefect.context
-
-    replaced = inspect.signature(prefect.context._temporary_global_settings_context)
-    assert list(replaced.parameters) == ["settings_context"]
-    for worker in (EventsWorker, APILogWorker):
-        assert "timeout" in inspect.signature(worker.drain_all).parameters
-    assert list(inspect.signature(EventsWorker.set_client_override).parameters) == ["client_type", "client_kwargs"]
-    assert {"reconnection_attempts", "checkpoint_every"} <= set(inspect.signature(PrefectEventsClient).parameters)
-    assert isinstance(inspect.getattr_static(EventsWorker, "_instances"), dict)
-    assert emit_events_to_cloud() is False
-    assert issubclass(APILogHandler, logging.Handler)
-    assert isinstance(configuration.PROCESS_LOGGING_CONFIG, dict)
-    assert not inspect.signature(configuration.setup_logging).parameters.keys() - {"incremental"}
 
 
 def test_tasks_on_other_machines_get_the_flow_runs_id_and_the_api_and_nothing_else(

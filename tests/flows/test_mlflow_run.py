@@ -6,7 +6,6 @@ import hashlib
 import json
 import math
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -15,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import python
 from tests.support.mlflow_store import client, fresh_store, points, runs
-from tests.support.repository import ROOT
 from trainer_lib.errors import ConfigError
 from trainer_lib.storage import Store
 from trainer_lib.trackers.mlflow.tracker import MLflowTracker
@@ -245,8 +244,7 @@ def test_a_whole_run_imports_no_torch(tmp_path: Path) -> None:
         run.finish("FINISHED")
         assert "mlflow" in sys.modules and "torch" not in sys.modules
     """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(tmp_path / "storage")]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert (done.returncode, done.stderr, done.stdout) == (0, "", "")
+    done = python("-c", textwrap.dedent(code), tmp_path / "storage")
+    assert (done.stderr, done.stdout) == ("", "")
     [run] = runs(f"sqlite:///{tmp_path}/storage/mlflow.db")
     assert run.info.status == "FINISHED"

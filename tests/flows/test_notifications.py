@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socketserver
+import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,7 +15,10 @@ from typing import Any
 import pytest
 from prefect.blocks.notifications import CustomWebhookNotificationBlock
 
+from tests.support.command import python
 from tests.support.machine import serving
+from tests.support.prefect_server import Server, wait_for
+from tests.support.repository import ROOT
 from tests.support.runs import broken, run
 from trainer_lib.errors import CodeError
 from trainflow.tasks.tracking.notifying import Message, NotifySettings
@@ -93,3 +98,55 @@ def test_a_block_of_prefect_sends_too() -> None:
         block.save("trainflow-test", overwrite=True, _sync=True)  # type: ignore[call-arg]
         NotifySettings(to=["block:custom-webhook/trainflow-test"]).send(Message("failed", "toy failed", ["train"]))
     assert posts == [{"text": "toy failed"}]
+
+
+# -- the automation of Prefect that docs/operations.md shows, on a server of its own -----------------------------------
+
+# In a process of its own: Prefect reads its settings once.
+CRASH = """
+import sys
+from prefect import flow
+from prefect.blocks.notifications import CustomWebhookNotificationBlock
+from prefect.client.orchestration import get_client
+from prefect.states import Crashed, Running
+
+@flow
+def pipeline(): ...
+
+if sys.argv[1] == "block":
+    block = CustomWebhookNotificationBlock(
+        name="team", url=sys.argv[2], method="POST", json_data={"text": "{{subject}}: {{body}}"}
+    )
+    print(block.save("team", _sync=True))
+else:
+    with get_client(sync_client=True) as client:
+        run = client.create_flow_run(pipeline, name="wine-7")
+        client.set_flow_run_state(run.id, Running(), force=True)
+        client.set_flow_run_state(run.id, Crashed(message="It died."), force=True)
+"""
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path)
+    try:
+        server.serve()
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.mark.timeout(400)
+def test_the_automation_of_the_page_reports_a_crashed_run(server: Server, tmp_path: Path) -> None:
+    def called(*words: str) -> str:
+        return python("-c", CRASH, *words, env=server.environ).stdout.strip()
+
+    page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
+    shown: Any = re.search(r"```yaml\n# crashed.yaml\n(.*?)```", page, re.DOTALL)
+    with webhook() as (hook, posts):
+        block = called("block", hook.replace("json://", "http://"))
+        (tmp_path / "crashed.yaml").write_text(shown[1].replace("block_document_id: ID", f"block_document_id: {block}"))
+        server.prefect("automation", "create", "--from-file", str(tmp_path / "crashed.yaml"))
+        # The server's own loop takes the automation up within seconds.
+        wait_for("the message", lambda: called("crash") or time.sleep(2) or posts)
+    assert posts[0] == {"text": "wine-7 crashed: It died."}

@@ -6,8 +6,6 @@ import hashlib
 import json
 import logging
 import shutil
-import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,7 +21,7 @@ from prefect.flow_engine import FlowRunEngine
 from prefect.states import Running
 
 from tests.support import toy
-from tests.support.command import Cli
+from tests.support.command import Cli, python
 from tests.support.recorded import leave_sign
 from tests.support.runs import ALL, IN_PROCESS, broken, ran, run
 from trainer_lib.base.yaml_text import parse_yaml
@@ -102,8 +100,7 @@ def test_it_needs_no_engine_and_changes_nothing(folder: Path, monkeypatch: pytes
 
 def test_the_command_loads_neither_prefect_nor_mlflow(folder: Path) -> None:
     words = ["run", str(folder / "pipeline.yaml"), *IN_PROCESS, "tracking.enabled=true", "--json"]
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *words], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = python("-c", PROGRAM, *words)
     answer = json.loads(done.stdout)
     assert {stage["status"] for stage in answer["stages"]} == {"cached"}
     assert Path(answer["places"]["model"], "model.safetensors").exists()

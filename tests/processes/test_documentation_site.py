@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +11,7 @@ import pytest
 
 from docs.site import gather
 from docs.site.__main__ import check_navigation
-from tests.support.repository import ROOT
+from tests.support.command import python
 
 # What a browser fetches by itself; a link that a reader may follow is not.
 FETCHED = re.compile(
@@ -35,9 +33,7 @@ REFERENCE = {
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site as `make docs` builds it, in a folder of its own."""
     to = tmp_path_factory.mktemp("site")
-    command = [sys.executable, "-m", "docs.site", "--to", str(to)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-m", "docs.site", "--to", to)
     assert "No issues found" in done.stdout + done.stderr
     return to / "site"
 

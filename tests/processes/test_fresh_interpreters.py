@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ import torch
 
 import trainer_lib
 from benchmarks.step_overhead import MOST_CALLS, by_trainer, count_calls
+from tests.support.command import python
 from tests.support.distributed import run_distributed
-from tests.support.repository import ROOT
 from tests.support.toy import project
 from tests.support.toys import classification_rows
 from tests.support.training import trainer
@@ -32,11 +31,8 @@ WITH_TORCH = {
 }
 
 
-def run_python(code: str) -> str:
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+def printed(code: str) -> list[str]:
+    return python("-W", "ignore", "-c", code).stdout.splitlines()
 
 
 def test_what_needs_no_torch_comes_without_it_and_the_trainer_without_what_few_trainings_need() -> None:
@@ -48,7 +44,7 @@ def test_what_needs_no_torch_comes_without_it_and_the_trainer_without_what_few_t
         "print({'torch', 'deepspeed'} & set(sys.modules))\n"
         f"from trainer_lib import TFTrainer, Trainer\nprint([name for name in {few} if name in sys.modules])"
     )
-    assert run_python(code).splitlines() == ["set()", "[]"]
+    assert printed(code) == ["set()", "[]"]
 
 
 def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_path: Path) -> None:
@@ -67,7 +63,7 @@ def test_a_bad_spec_is_refused_before_prefect_mlflow_or_torch_is_imported(tmp_pa
         "assert pipeline.serialize_parameters({'debug': True}) == {'debug': True}\n"
         "print('fastapi' in sys.modules)"
     )
-    message, modules, fastapi = run_python(code).splitlines()
+    message, modules, fastapi = printed(code)
     assert "learning_rate" in message
     assert (modules, fastapi) == ("[]", "False")
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-from tests.support.repository import ROOT
+from tests.support.command import python
 
 LIBRARY = """
 from dataclasses import dataclass, field
@@ -110,15 +108,8 @@ IMPORTED_BEFORE = {
 
 def _lines(program: str, folder: Path) -> list[Any]:
     (folder / "a_library.py").write_text(LIBRARY)
-    done = subprocess.run(
-        [sys.executable, "-c", f"import sys; sys.path[:0] = [{str(folder)!r}, {str(ROOT)!r}]\n{program}"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith(("[", '"'))]
+    lines = python("-c", program, cwd=folder).stdout.splitlines()
+    return [json.loads(line) for line in lines if line.startswith(("[", '"'))]
 
 
 def test_a_library_that_imports_the_trainer_by_itself_trains_with_ours(tmp_path: Path) -> None:

@@ -12,10 +12,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-from tests.support.prefect_home import make_home
+from tests.support.prefect_home import embedded_servers, make_home
 from trainer_lib.errors import ConfigError
 from trainer_lib.locks.file_lock import is_locked
 from trainflow.flows.server import embedded, membership
@@ -106,17 +105,9 @@ def home(tmp_path: Path, prefect_database: Path, monkeypatch: pytest.MonkeyPatch
     updates[settings.PREFECT_API_DATABASE_CONNECTION_URL] = f"sqlite+aiosqlite:///{home / 'prefect.db'}"
     with settings.temporary_settings(updates):
         yield home
-    for server in _servers(home):
+    for server in embedded_servers(home):
         server.kill()
         server.wait(10)
-
-
-def _servers(home: Path) -> list[psutil.Process]:
-    return [
-        each
-        for each in psutil.process_iter(["cmdline"])
-        if each.info["cmdline"] and each.info["cmdline"][-1].startswith(str(home))
-    ]
 
 
 def _join() -> tuple[Membership, int]:
@@ -141,7 +132,7 @@ def test_the_next_commands_find_it_until_its_home_is_removed(home: Path) -> None
     assert first_server == second_server == server
     first.leave()
     second.leave()
-    [process] = _servers(home)
+    [process] = embedded_servers(home)
     shutil.rmtree(home)
     process.wait(20)
 
@@ -154,7 +145,7 @@ def test_one_that_hangs_is_of_another_installation_or_lost_its_database_is_repla
     os.kill(hung, signal.SIGSTOP)
     client, older = _join()
     assert older != hung
-    assert [server.pid for server in _servers(home)] == [older]
+    assert [server.pid for server in embedded_servers(home)] == [older]
 
     # After an upgrade: while a command of before is at work its server is shared, later it is not.
     monkeypatch.setattr(membership, "_identify", lambda settings: "another version")
@@ -164,7 +155,7 @@ def test_one_that_hangs_is_of_another_installation_or_lost_its_database_is_repla
     client.leave()
     client, newer = _join()
     assert newer != older
-    assert [server.pid for server in _servers(home)] == [newer]
+    assert [server.pid for server in embedded_servers(home)] == [newer]
     client.leave()
 
     (home / "prefect.db").unlink()

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.support.repository import ROOT
+from tests.support.command import python
 
 # In a separate process: forking this one, with all its threads, would prove nothing about a notebook.
 TRAINS = """
@@ -33,9 +30,7 @@ print("left", "RANK" in os.environ, __import__("torch").distributed.is_initializ
 
 
 def test_a_notebook_trains_on_two_processes(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT), "OUT": str(tmp_path)}
-    done = subprocess.run([sys.executable, "-c", TRAINS], env=env, capture_output=True, text=True, timeout=100)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", TRAINS, env={"OUT": str(tmp_path)})
     assert (tmp_path / "here").read_text().startswith("2 ")
     assert "left False False" in done.stdout
 
@@ -95,17 +90,10 @@ def _free_ports(count: int) -> list[str]:
 
 
 def test_a_script_that_forgets_to_end_its_group_exits_in_order(tmp_path: Path) -> None:
-    env = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-        "PYTHONWARNINGS": "ignore",
-    }
+    env = {"MASTER_ADDR": "127.0.0.1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONWARNINGS": "ignore"}
     ports = iter(_free_ports(sum(PAIRS.values())))
     given = {kind: [next(ports) for _ in range(pairs)] for kind, pairs in PAIRS.items()}
-    command = [sys.executable, "-c", SCRIPT, json.dumps(given)]
-    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=170, check=True)
+    done = python("-c", SCRIPT, json.dumps(given), cwd=tmp_path, env=env)
     assert not done.stderr, done.stderr
     for kind, codes in json.loads(done.stdout).items():
         stderr = (tmp_path / kind).read_text()

@@ -11,9 +11,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
-import os
 import pickle
-import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any
 
 import torch
 
-from tests.support.repository import ROOT
+from tests.support.command import python
 from tests.support.training import StopAt, preempted_at, trainer
 from trainer_lib import Trainer, TrainerCallback
 from trainer_lib.checkpoint.catalogue import find_newest_intact
@@ -140,10 +138,7 @@ def main(folder: Path) -> None:
 
 
 def test_nothing_is_unpickled_and_no_file_is_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-W", "ignore", "-m", "tests.resume.test_no_pickle", str(tmp_path)]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-W", "ignore", "-m", "tests.resume.test_no_pickle", tmp_path)
     _, watched, sabotaged = json.loads(done.stdout.splitlines()[-1])
     assert watched == []
     signs = ("torch.load", "pickle.loads", "pickle.Unpickler", "pickle.find_class pathlib", "exec <string>", "open ")

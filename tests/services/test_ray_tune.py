@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
-import sys
 import tempfile
 import threading
 import time
@@ -16,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.command import python
 from tests.support.ray_cluster import VARIABLES, RayCluster
 from tests.support.repository import ROOT
 from tests.support.searching import search_trainer
@@ -249,11 +248,8 @@ if __name__ == "__main__":
 def test_a_script_of_its_own_needs_no_cluster(tmp_path: Path) -> None:
     """What is in the script itself travels: a subclass, what was set on it, a callback that refers to it."""
     (tmp_path / "script.py").write_text(_SCRIPT)
-    command = [sys.executable, "script.py", str(tmp_path / "out")]
     with tempfile.TemporaryDirectory(dir="/tmp", prefix="r") as short:  # paths of Ray's sockets are short
-        env = {**os.environ, "TMPDIR": short}
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+        done = python("script.py", tmp_path / "out", cwd=tmp_path, env={"TMPDIR": short})
     names = ["learning_rate", "num_train_epochs", "per_device_train_batch_size", "seed"]
     assert f"best {names} complete" in done.stdout
     assert (tmp_path / "out" / "seen-3.0-2").exists()

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import psutil
@@ -62,6 +63,17 @@ def trainflow(*arguments: str | Path, cwd: Path | None = None, env: Mapping[str,
         check=False,
     )
     return Done(done.returncode, done.stdout, done.stderr)
+
+
+def python(
+    *words: str | Path, cwd: Path = ROOT, env: Mapping[str, str] | None = None, timeout: float = 160
+) -> subprocess.CompletedProcess[str]:
+    """Run Python, which finds this repository, with these words; it has to end well."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}
+    command = [sys.executable, *map(str, words)]
+    done = subprocess.run(command, cwd=cwd, env=environ, capture_output=True, text=True, timeout=timeout, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done
 
 
 Cli = Callable[..., Done]
@@ -157,24 +169,19 @@ def engine(home: Path) -> Iterator[dict[str, str]]:
         "    sys.stdin.read()\n"
     )
     env = {"PREFECT_HOME": str(home)}
-    command = [sys.executable, "-c", program]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env={**os.environ, **env}) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        try:
-            assert process.stdout.readline() == "up\n", f"no engine (exit code {process.wait()})"
-            yield env
-        finally:
-            process.stdin.close()
-            process.wait(30)
+    process = start_script(program, env=env)
+    try:
+        assert answer(process) == "up", f"no engine (exit code {process.wait()})"
+        yield env
+    finally:
+        process.communicate(timeout=30)
 
 
-def start_script(code: str, *words: str) -> subprocess.Popen[str]:
+def start_script(code: str, *words: str, env: Mapping[str, str] | None = None, **more: Any) -> subprocess.Popen[str]:
     """A script in another process, which the test talks to."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environ, pipe = {**os.environ, "PYTHONPATH": str(ROOT), **(env or {})}, subprocess.PIPE
     command = [sys.executable, "-c", code, *words]
-    return subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    return subprocess.Popen(command, env=environ, stdin=pipe, stdout=pipe, text=True, bufsize=1, **more)
 
 
 def answer(process: subprocess.Popen[str], line: str = "") -> str:

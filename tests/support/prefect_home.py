@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tests.support import police
-from tests.support.command import engine
+from tests.support.command import command_words, engine, python
 from tests.support.once import once_per_run
 
 
@@ -57,8 +56,15 @@ def _make_database(folder: Path) -> None:
         "from prefect.server.database.dependencies import provide_database_interface\n"
         "asyncio.run(provide_database_interface().create_db())\n"
     )
-    environ = {**os.environ, "PREFECT_HOME": str(folder)}
-    subprocess.run([sys.executable, "-c", program], env=environ, check=True, capture_output=True)
+    python("-c", program, env={"PREFECT_HOME": str(folder)})
+
+
+def embedded_servers(home: Path) -> list[psutil.Process]:
+    """The embedded servers of one home: the session keeps one in its own."""
+    found = ((process, command_words(process)) for process in psutil.process_iter())
+    return [
+        each for each, words in found if "server/embedded.py" in " ".join(words) and words[-1].startswith(str(home))
+    ]
 
 
 def make_home(folder: Path, database: Path) -> Path:

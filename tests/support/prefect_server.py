@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
+from tests.support.command import python
 from tests.support.machine import free_port
-from tests.support.repository import ROOT
 
 
 def wait_for(what: str, condition: Callable[[], Any], timeout: float = 120) -> Any:
@@ -101,13 +101,4 @@ class Server:
         return list(self.api("POST", "flow_runs/filter", wanted))
 
     def prefect(self, *arguments: str) -> str:
-        done = subprocess.run(
-            [sys.executable, "-m", "prefect", "--no-prompt", *arguments],
-            env={**os.environ, **self.environ},
-            cwd=ROOT,
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
+        return python("-m", "prefect", "--no-prompt", *arguments, env=self.environ).stdout
