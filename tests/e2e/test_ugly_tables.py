@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from tests.support.model_folders import remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
 from tests.support.runs import run
 from trainer_lib import load_model
 from trainer_lib.data.rows.row_files import read_rows
@@ -213,4 +213,3 @@ def test_a_file_becomes_a_model_and_a_report_without_a_line_of_python(
     if ugly.new:
         [model] = storage.glob("stages/train/*")
         assert len(load_model(str(model)).predict([ugly.new])["prediction"]) == 1
-        remove_fetched_code()

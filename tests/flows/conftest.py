@@ -14,7 +14,7 @@ from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 from trainer_lib.model_folder.locate import trust_storage
 from trainflow.flows.spec.spec import load_spec
-from trainflow.tasks.stage import manifest as _manifests
+from trainflow.tasks.stage import manifest
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -35,23 +35,13 @@ def finished(tmp_path_factory: pytest.TempPathFactory, prefect_server: str) -> P
     return once_per_run(tmp_path_factory, "finished", run) / "project"
 
 
+@pytest.fixture(autouse=True)
+def _as_in_a_new_process() -> None:
+    manifest._verified.clear()
+
+
 @pytest.fixture
 def folder(finished: Path, tmp_path: Path) -> Path:
-    _manifests._verified.clear()  # as in a new process
     shutil.copytree(finished, tmp_path / "project")
     trust_storage(str(tmp_path / "project" / "store"))  # as if this user had run there
     return tmp_path / "project"
-
-
-@pytest.fixture
-def storage(any_url: str) -> str:
-    """A storage on every kind of store."""
-    _manifests._verified.clear()
-    return any_url
-
-
-@pytest.fixture
-def local(tmp_path: Path) -> str:
-    """A storage on the disk."""
-    _manifests._verified.clear()
-    return str(tmp_path)

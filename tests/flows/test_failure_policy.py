@@ -20,7 +20,6 @@ from trainer_lib.errors import CodeError, DataError, GateError, NonFiniteError, 
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult
-from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage import progress, task
 
 TRAINING = ("evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
@@ -43,9 +42,9 @@ def committed(result: PipelineResult) -> dict[str, Any]:
     return outcome.manifest
 
 
-def fresh(folder: Path) -> str:
-    """An empty storage for the project in a folder."""
-    _manifests._verified.clear()
+@pytest.fixture
+def storage(folder: Path) -> str:
+    """An empty one."""
     return str(folder / "fresh")
 
 
@@ -60,10 +59,9 @@ def fresh(folder: Path) -> str:
     ids=["code", "data", "not finite"],
 )
 def test_what_a_retry_cannot_help_fails_at_once(
-    folder: Path, old: str, new: str, kind: type[Exception], field: str | None
+    folder: Path, storage: str, old: str, new: str, kind: type[Exception], field: str | None
 ) -> None:
     broken(folder, old, new)
-    storage = fresh(folder)
     result = run(folder, f"storage={storage}", "train.args.max_nonfinite_steps=3", *TRAINING)
     assert type(result.error) is kind
     assert result.error is not None
@@ -98,7 +96,7 @@ def test_a_full_disk_is_not_tried_again_and_says_what_it_needs(folder: Path, fau
 
 
 # ----------------------------------------------------------------------------------------------------------- preempted
-def test_a_preempted_training_is_resumed_free_of_charge(folder: Path) -> None:
+def test_a_preempted_training_is_resumed_free_of_charge(folder: Path, storage: str) -> None:
     """The machine asks the worker to go (SIGTERM), once: the stage goes on from the step that was saved for that."""
     broken(folder, "y = self.linear", "drain(len(x))\n            y = self.linear")
     once = f"Path({str(folder / 'drained')!r})"
@@ -108,7 +106,6 @@ def test_a_preempted_training_is_resumed_free_of_charge(folder: Path) -> None:
         f"def drain(rows):\n    import os\n    from pathlib import Path\n\n    if not {once}.exists():\n"
         f"        {once}.touch()\n        os.kill(os.getpid(), 15)\n\n\ndef compute_metrics",
     )
-    storage = fresh(folder)
     result = run(folder, f"storage={storage}", "train.launch=process", "train.retries=0", *TRAINING)
     result.raise_for_error()
     first, second = attempts(storage, "train")
@@ -125,12 +122,11 @@ EXHAUSTED = "def exhausted():\n    raise MemoryError('too many rows')\n\n\ndef c
 
 @pytest.mark.parametrize(("more", "halvings"), [((GIVEN,), [0, 1, 2, 3]), ((), [0])])
 def test_memory_that_one_sample_exceeds_ends_the_stage(
-    folder: Path, more: tuple[str, ...], halvings: list[int]
+    folder: Path, storage: str, more: tuple[str, ...], halvings: list[int]
 ) -> None:
     """A size that is given is halved from attempt to attempt, another one by the Trainer itself."""
     broken(folder, "y = self.linear", "assert not self.training or exhausted()\n            y = self.linear")
     broken(folder, "def compute_metrics", EXHAUSTED)
-    storage = fresh(folder)
     result = run(folder, f"storage={storage}", *more, *TRAINING)
     assert type(result.error) is OutOfMemoryError
     assert [attempt["batch_halvings"] for attempt in attempts(storage, "train")] == halvings
@@ -138,9 +134,8 @@ def test_memory_that_one_sample_exceeds_ends_the_stage(
     assert "One sample at a time is too large already" in str(result.error.remedy)
 
 
-def test_memory_that_runs_out_where_there_is_no_batch_says_what_helps(folder: Path) -> None:
+def test_memory_that_runs_out_where_there_is_no_batch_says_what_helps(folder: Path, storage: str) -> None:
     broken(folder, 'out.info["slope"] = 2.0', 'raise MemoryError("all rows at once")')
-    storage = fresh(folder)
     result = run(folder, f"storage={storage}", *TRAINING)
     assert type(result.error) is OutOfMemoryError
     assert "yield its rows one by one" in str(result.error.remedy)

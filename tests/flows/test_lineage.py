@@ -27,8 +27,6 @@ from trainflow.flows.lineage.lineage_checks import LinkCheck, find_failure, veri
 from trainflow.flows.records.past_runs import find_run
 from trainflow.tasks.configs import TrackingConfig
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
-
 STAGES = ["prepare-data", "train", "evaluate", "predict", "push-to-hub"]
 CHECKPOINTS = ["checkpoint-4", "checkpoint-8"]
 

@@ -7,7 +7,7 @@ import json
 import random
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 
 import trainflow
 from tests.support.hub_server import HubServer
-from tests.support.model_folders import remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
 from tests.support.pages import blocks
 from tests.support.runs import IN_PROCESS, broken, only_folder, publication_of, ran, run, run_of, spec_of
 from tests.support.s3 import S3_AWAY
@@ -29,16 +29,7 @@ from trainer_lib.model_folder.locate import trust_storage
 from trainflow.flows.planning.plan import Plan
 from trainflow.tasks.model.portable_model import describe_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
-
 ROWS = [{"x": [-0.5]}, {"x": [0.25]}, {"x": [1.0]}]
-
-
-@pytest.fixture(autouse=True)
-def _code_is_removed() -> Iterator[None]:
-    """Remove the private copies of code now; a process does it when it ends."""
-    yield
-    remove_fetched_code()
 
 
 def _predicted(folder: Path) -> list[float]:

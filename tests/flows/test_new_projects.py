@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.support.model_folders import remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
 from tests.support.repository import ROOT
 from tests.support.runs import ALL, IN_PROCESS, ran, reason, run
 from tests.support.toy import RECIPE, project
@@ -81,7 +81,6 @@ def test_an_example_is_published_because_it_beats_what_is_trivial(tmp_path: Path
     assert all((published.parent / link).exists() for link in re.findall(r"!\[.*?\]\((.*?)\)", card))
     loaded = load_model(str(published.parent), trust_code=True)
     assert "prediction" in loaded.predict([{"words": ["def", "main", "(", ")", ":"]}])
-    remove_fetched_code()  # a process does it when it ends
 
 
 @pytest.mark.usefixtures("prefect_server")
@@ -91,7 +90,6 @@ def test_an_example_learns_to_answer_and_then_to_prefer_right_answers(tmp_path: 
     right = learn["train"](tmp_path, *IN_PROCESS, *short, "evaluate.splits=[test]")
     assert [name for name in right if len(right[name]) > 500] == ["fine-tuned", "then preferred", "gain"]
     assert len(list(tmp_path.glob("store/hub/library-*/revisions/*/model.safetensors"))) == 2
-    remove_fetched_code()
 
 
 KERAS = """
@@ -150,7 +148,6 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
     loaded: Any = load_model(str(published.parent), trust_code=True)
     predicted = loaded.predict([{"text": "Return the names.", "new_tokens": 3}])
     assert predicted["perplexity"][0] > 1
-    remove_fetched_code()  # a process does it when it ends
     batch = {"input_ids": torch.arange(20)[None]}
     with torch.no_grad():
         adapted = loaded.model(**batch).logits
@@ -166,7 +163,6 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
     torch.testing.assert_close(logits, adapted, atol=1e-5, rtol=1e-4)
     again: Any = load_model(str(merged), trust_code=True).predict([{"text": "Return the names.", "new_tokens": 3}])
     assert np.allclose(again["perplexity"], predicted["perplexity"], rtol=1e-4)
-    remove_fetched_code()
 
 
 def publish_merged(folder: Path, small: tuple[str, ...]) -> Path:

@@ -35,7 +35,6 @@ from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.model.model_lineage import describe_lineage
 from trainflow.tasks.prefect import prefect_client
 from trainflow.tasks.prefect.prefect_client import quick_client
-from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage import progress as _progress
 from trainflow.tasks.stage.facts import TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
@@ -61,7 +60,6 @@ def test_the_same_code_runs_on_s3_and_leaves_no_credentials_there(folder: Path, 
     local = StageManifest.from_dict(run(folder).outcome("train").manifest or {})  # type: ignore[union-attr]
     assert manifests["train"].content_digest == local.content_digest
     manifests["predict"].store().delete(manifests["predict"].files[0].path)
-    _manifests._verified.clear()
     assert ran(run(folder, f"storage={s3_url}/store")) == {"predict"}
     store, secret = Store.open(s3_url), os.environ["AWS_SECRET_ACCESS_KEY"].encode()
     assert [info.path for info in store.list() if secret in store.read_bytes(info.path)] == []
@@ -443,7 +441,6 @@ def test_a_changed_weight_counts_from_a_checkpoint_on_and_is_in_the_lineage(
     write_mixed(tmp_path)
 
     def trained(*overrides: str) -> StageManifest[TrainFacts]:
-        _manifests._verified.clear()
         result = run(tmp_path, "predict.enabled=false", *overrides)
         result.raise_for_error()
         outcome = result.outcome("train")

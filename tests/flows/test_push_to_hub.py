@@ -23,8 +23,6 @@ from trainflow.tasks.push_to_hub import push_to_hub
 from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, PublishFacts, TrainFacts
 from trainflow.tasks.stage.runner import StageAttempt, StageContext, StageManifest, StageOutput, run_stage
 
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
-
 WEIGHTS = bytes(range(256)) * 8192
 
 

@@ -161,7 +161,6 @@ def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> 
     assert (tracked["rows"], tracked["count-all-rows/counted"]) == ("80", 80.0)
     assert tracked["trainflow.count-all-rows"] == (outcome.manifest or {})["key"][:16]
 
-    _manifests._verified.clear()  # as in a new process
     again = run(folder, "tracking.enabled=true")
     assert ran(again) == set()
     assert reason(again, "count-all-rows").startswith("committed ")

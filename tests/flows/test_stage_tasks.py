@@ -84,6 +84,11 @@ def run(storage: str, work: Work, key: Any = KEY, *, force: bool = False, **more
 
 
 @pytest.fixture
+def local(tmp_path: Path) -> str:
+    return str(tmp_path)
+
+
+@pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch, prefect_server: str) -> None:
     """Retries without the wait."""
     monkeypatch.setattr(_task, "DELAYS_S", [0.0])
@@ -218,10 +223,10 @@ def test_progress_and_printed_lines_reach_prefect(prefect_server: str, local: st
 
 
 # -- the committed result ---------------------------------------------------------------------------------------------
-def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
+def test_a_committed_result_is_used_on_every_store(any_url: str) -> None:
     toy = Toy()
-    first = run(storage, toy)
-    assert run(storage, toy) == first
+    first = run(any_url, toy)
+    assert run(any_url, toy) == first
     assert toy.runs == 1
     manifest = StageManifest.from_dict(first.to_dict())
     assert manifest == first
@@ -232,15 +237,15 @@ def test_a_committed_result_is_used_on_every_store(storage: str) -> None:
     assert json.loads(json.dumps(first.to_dict())) == first.to_dict()
 
 
-def test_another_key_runs_and_says_what_differs_from_the_nearest_of_its_pipeline(storage: str) -> None:
+def test_another_key_runs_and_says_what_differs_from_the_nearest_of_its_pipeline(any_url: str) -> None:
     toy = Toy()
-    run(storage, toy)
-    assert run(storage, toy, stage_key("toy", {"x": 2})).reason == "x: 1 -> 2"
+    run(any_url, toy)
+    assert run(any_url, toy, stage_key("toy", {"x": 2})).reason == "x: 1 -> 2"
     assert toy.runs == 2
-    run(storage, Toy(), stage_key("toy", {"x": 1, "recipe": {"a/recipe.py": "1"}}))
-    other = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "2"}}))
+    run(any_url, Toy(), stage_key("toy", {"x": 1, "recipe": {"a/recipe.py": "1"}}))
+    other = run(any_url, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "2"}}))
     assert other.reason == "never run before"
-    edited = run(storage, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "3"}}))
+    edited = run(any_url, Toy(), stage_key("toy", {"x": 2, "recipe": {"b/recipe.py": "3"}}))
     assert "recipe.b/recipe.py" in edited.reason
 
 
@@ -322,18 +327,18 @@ def test_force_discards_the_result_and_what_was_kept_for_continuing(local: str) 
     assert again.attempt == 2
 
 
-def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(storage: str) -> None:
+def test_leftovers_of_an_attempt_that_failed_are_not_part_of_the_result(any_url: str) -> None:
     def messy(attempt: StageAttempt) -> StageOutput:
         attempt.store.write_bytes("out/half.txt", b"half")
         attempt.store.write_bytes("checkpoints/c1", b"kept")
         raise InfrastructureError("died")
 
     with pytest.raises(InfrastructureError):
-        run(storage, messy)
-    manifest, problem = look_up(storage, KEY)
+        run(any_url, messy)
+    manifest, problem = look_up(any_url, KEY)
     assert (manifest, problem) == (None, None)
-    assert explain_miss(storage, KEY).reason == "an earlier attempt did not finish"
-    first = run(storage, Toy())
+    assert explain_miss(any_url, KEY).reason == "an earlier attempt did not finish"
+    first = run(any_url, Toy())
     paths = {info.path for info in first.store().list()}
     assert "out/half.txt" not in paths
     assert "checkpoints/c1" in paths

@@ -50,7 +50,6 @@ from trainflow.flows.runs.heartbeat import read_signs
 from trainflow.flows.runs.run_status import find_still_forced, require_sources
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.stages import all_stages
-from trainflow.tasks.stage import manifest as _manifests
 from trainflow.tasks.stage import progress
 
 GONE = replace(Holder.this_process(30.0), started="1")
@@ -130,7 +129,6 @@ def forget_the_end(folder: Path) -> None:
     ids=["the model", "predictions", "publication", "the end", "the run", "the metric"],
 )
 def test_anything_that_is_left_to_do_is_left_to_a_run(folder: Path, spoil: Callable[[Path], object]) -> None:
-    _manifests._verified.clear()
     spoil(folder)
     assert result_if_unchanged(spec_of(folder)) is None
 
@@ -384,7 +382,6 @@ def as_newer_version(commit: Path) -> None:
     del record["seal"]
     record["seal"] = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
     commit.write_text(json.dumps(record))
-    _manifests._verified.clear()
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -425,7 +422,6 @@ def test_a_result_of_a_newer_version_is_refused_and_kept(folder: Path, train: Pa
 def test_a_format_that_damage_made_is_damage(folder: Path, train: Path) -> None:
     commit = train / COMMIT
     commit.write_text(commit.read_text().replace('"format": 1', '"format": 3'))
-    _manifests._verified.clear()
     assert ran(run(folder, *TRAINING)) == {"train"}
 
 

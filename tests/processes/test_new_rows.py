@@ -6,7 +6,6 @@ import json
 import random
 import signal
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import pytest
 
 from tests.support.command import running, trainflow
 from tests.support.launched import wait_until
-from tests.support.model_folders import publish_line, remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
+from tests.support.model_folders import publish_line
 from tests.support.toy import RECIPE
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DataError
@@ -25,12 +25,6 @@ from trainflow.tasks.new_rows import NewRows, RowsJob, predict_new_rows
 
 HERE = LaunchConfig(kind="in_process", processes=1)
 ROWS = [{"id": f"r{n}", "x": [n / 100]} for n in range(120)]
-
-
-@pytest.fixture(autouse=True)
-def _code_is_removed() -> Iterator[None]:
-    yield
-    remove_fetched_code()
 
 
 @pytest.fixture

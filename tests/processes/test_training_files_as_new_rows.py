@@ -6,7 +6,7 @@ import csv
 import functools
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import date, timedelta
 from pathlib import Path
@@ -17,7 +17,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tests.support.model_folders import publish_recipe, remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
+from tests.support.model_folders import publish_recipe
 from tests.support.repository import ROOT
 from tests.support.tiny import prepare, run
 from trainer_lib import load_model
@@ -187,12 +188,6 @@ def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
     else:
         pq.write_table(pa.Table.from_pylist(rows), path)
     return path
-
-
-@pytest.fixture(autouse=True)
-def _code_is_removed() -> Iterator[None]:
-    yield
-    remove_fetched_code()
 
 
 class Published(NamedTuple):

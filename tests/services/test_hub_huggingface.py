@@ -18,9 +18,6 @@ from trainer_lib.hub.base import Content, Published, Source
 from trainer_lib.hub.folder import open_hub
 from trainer_lib.storage import Store
 
-# huggingface_hub hands file objects to its HTTP client in a way the client deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
-
 REPO = "org/digits"
 README = b"---\nlicense: apache-2.0\n---\n# Digits\n"
 

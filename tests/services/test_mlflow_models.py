@@ -20,7 +20,8 @@ import pytest
 
 from tests.support.mlflow_proxy import answering, mlflow_server
 from tests.support.mlflow_store import client
-from tests.support.model_folders import publish_line, remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
+from tests.support.model_folders import publish_line
 from tests.support.tiny_models import bert, tokenizer
 from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.column import Column
@@ -41,12 +42,6 @@ from trainer_lib.trackers.mlflow.mlflow_registry import Flavor, FlavorFile, Mode
 def uri(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with mlflow_server(tmp_path_factory.mktemp("mlflow")) as port:
         yield f"http://127.0.0.1:{port}"
-
-
-@pytest.fixture(autouse=True)
-def _code_is_removed() -> Iterator[None]:
-    yield
-    remove_fetched_code()
 
 
 class Line:

@@ -22,9 +22,6 @@ from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.errors import ConfigError, StorageError
 from trainer_lib.hub.folder import FolderHub
 
-# huggingface_hub hands file objects to its HTTP client in a way the client deprecates.
-pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=<...>' to upload raw bytes:DeprecationWarning")
-
 ROWS = classification_rows(12)
 EACH_STEP: dict[str, Any] = {"push_to_hub": True, "save_strategy": "steps", "save_steps": 1, "max_steps": 3}
 

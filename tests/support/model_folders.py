@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.support.named_recipes import prepare_sources
 from tests.support.toy import RECIPE
@@ -72,7 +75,9 @@ def _write(folder: Path, contents: dict[str, bytes], **facts: Any) -> str:
     return description.code_digest
 
 
-def remove_fetched_code() -> None:
-    """Remove the private copies of models' code now; a process does it when it ends."""
+@pytest.fixture(autouse=True)
+def code_is_removed() -> Iterator[None]:
+    """Remove the private copies of models' code after every test of the file; a process does it when it ends."""
+    yield
     while loaded_models._FETCHED:
         shutil.rmtree(loaded_models._FETCHED.popitem()[1])

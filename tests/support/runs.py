@@ -23,7 +23,9 @@ def spec_of(folder: Path, *overrides: str) -> PipelineSpec:
 
 def run(folder: Path, *overrides: str, **how: Any) -> PipelineResult:
     from trainflow.flows.pipeline import run_pipeline
+    from trainflow.tasks.stage import manifest
 
+    manifest._verified.clear()  # as in a new process
     return run_pipeline(spec_of(folder, *overrides), **how)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.model_folders import publish_recipe, remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
+from tests.support.model_folders import publish_recipe
 from tests.support.named_recipes import TINY, refusal
 from trainer_lib.errors import ConfigError
 from trainer_lib.model_folder.chat import Chat
@@ -29,12 +29,6 @@ def publish(where: Path, model: dict[str, Any], /, **options: Any) -> str:
     (where / "chats.jsonl").write_text(f"{json.dumps({'messages': [USER, ANSWER]})}\n" * 8)
     publish_recipe(where, "supervised-fine-tuning", where / "chats.jsonl", {**OPTIONS, **options}, model)
     return str(where)
-
-
-@pytest.fixture(autouse=True)
-def _code() -> Iterator[None]:
-    yield
-    remove_fetched_code()
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,8 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from tests.support.model_folders import publish_line, publish_recipe, remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
+from tests.support.model_folders import publish_line, publish_recipe
 from tests.support.toy import RECIPE
 from trainer_lib import load_model
 from trainer_lib.errors import ConfigError, DamagedError, StoreUnreachableError
@@ -127,12 +127,6 @@ def collate(rows):
 CSV = "size,colour,answer\n" + "".join(
     f"{row},{'red' if row % 3 else ''},{'no' if row % 2 else 'yes'}\n" for row in range(40)
 )
-
-
-@pytest.fixture(autouse=True)
-def _code_is_removed() -> Iterator[None]:
-    yield
-    remove_fetched_code()
 
 
 def _load(published: Path, folder: Path, columns: dict[str, str]) -> Any:

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.support.model_folders import publish_recipe, remove_fetched_code
+from tests.support.model_folders import code_is_removed as code_is_removed
+from tests.support.model_folders import publish_recipe
 from tests.support.named_recipes import (
     TINY,
     Prepared,
@@ -297,7 +298,6 @@ def test_a_published_reward_model_is_one_for_the_classification_of_sequences(tmp
         logits = plain(**tokenizer(row["completion"] + tokenizer.eos_token, return_tensors="pt")).logits
     assert plain.config.id2label == {0: "reward"}
     assert float(logits) == pytest.approx(reward, abs=1e-5)
-    remove_fetched_code()
 
 
 @pytest.fixture(scope="module")
