@@ -30,6 +30,17 @@ def _loaded() -> Iterator[None]:
         yield
 
 
+def in_one_group(folder: str) -> dict[str, Any]:
+    parts = (gathering_steps, gathering_loops, with_own_loaders, mean_losses)
+    return {part.__name__: part(f"{folder}/{part.__name__}") for part in parts}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks find in one group: forming it takes longer than these trainings."""
+    return run_distributed(in_one_group, 2, str(tmp_path_factory.mktemp("two")))
+
+
 def exchanging(folder: str) -> None:
     """One call of everything that ranks do together, with values that differ between them."""
     from accelerate.state import AcceleratorState, PartialState
@@ -75,10 +86,6 @@ def exchanging(folder: str) -> None:
     assert (helper.check_trigger(), helper.check_trigger()) == (True, False)
 
 
-def test_what_ranks_exchange(tmp_path: Path) -> None:
-    run_distributed(exchanging, 2, str(tmp_path))
-
-
 class Gathering(Trainer):
     """Gathers in its loss, as TRL's trainers do."""
 
@@ -106,8 +113,8 @@ def gathering_steps(folder: str) -> dict[str, list[Any]]:
     return dict(one.seen)
 
 
-def test_every_sample_is_gathered_once_although_a_rank_has_dummy_batches(tmp_path: Path) -> None:
-    zero, one = run_distributed(gathering_steps, 2, str(tmp_path))
+def test_every_sample_is_gathered_once_although_a_rank_has_dummy_batches(two: list[dict[str, Any]]) -> None:
+    zero, one = (rank["gathering_steps"] for rank in two)
     assert zero == one
     labels = [int(row["labels"]) for row in ROWS]
     for mode in ("train", "eval"):
@@ -147,8 +154,8 @@ def gathering_loops(folder: str) -> list[list[Any]]:
     return found
 
 
-def test_a_loop_of_ones_own_gathers_every_sample_of_a_stream_once(tmp_path: Path) -> None:
-    zero, one = run_distributed(gathering_loops, 2, str(tmp_path))
+def test_a_loop_of_ones_own_gathers_every_sample_of_a_stream_once(two: list[dict[str, Any]]) -> None:
+    zero, one = (rank["gathering_loops"] for rank in two)
     assert zero == one
     labels = [int(row["labels"]) for row in ROWS]
     assert zero == [[labels[:count], [0, 1]] for count in (4, 4, 12, 12)]
@@ -188,8 +195,8 @@ def with_own_loaders(folder: str) -> list[Any]:
     return ends
 
 
-def test_a_prepared_loader_trains_as_the_plain_one_and_is_divided_once(tmp_path: Path) -> None:
-    (prepared, plain), other = run_distributed(with_own_loaders, 2, str(tmp_path))
+def test_a_prepared_loader_trains_as_the_plain_one_and_is_divided_once(two: list[dict[str, Any]]) -> None:
+    (prepared, plain), other = (rank["with_own_loaders"] for rank in two)
     assert prepared == plain and other == [prepared, plain]
 
 
@@ -222,8 +229,13 @@ def preparing(folder: str) -> None:
     assert helper.unwrap_model(replicated) is training.model and helper.unwrap_model(wrapped) is critic
 
 
-def test_what_is_prepared_beside_the_trainers_own(tmp_path: Path) -> None:
-    run_distributed(preparing, 2, str(tmp_path))
+def exchanging_and_preparing(folder: str) -> None:
+    exchanging(f"{folder}/exchanging")
+    preparing(f"{folder}/preparing")
+
+
+def test_what_ranks_exchange_and_prepare_beside_the_trainers_own(tmp_path: Path) -> None:
+    run_distributed(exchanging_and_preparing, 2, str(tmp_path))
 
 
 def under_the_state_of_accelerate(folder: str) -> list[Any]:
@@ -286,9 +298,11 @@ def mean_losses(folder: str) -> list[Any]:
     return ends
 
 
-def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(tmp_path: Path) -> None:
-    [alone] = run_distributed(mean_losses, 1, str(tmp_path / "one"))
-    zero, one = run_distributed(mean_losses, 2, str(tmp_path / "two"))
+def test_a_dummy_batch_on_one_rank_does_not_shrink_a_mean_over_batches(
+    two: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    [alone] = run_distributed(mean_losses, 1, str(tmp_path))
+    zero, one = (rank["mean_losses"] for rank in two)
     assert zero == one
     for steps, expected in zip(zero, alone, strict=True):
         assert len(steps) == 2 and expected[0] == expected[1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -99,11 +100,26 @@ def with_a_step_without_targets(folder: str, given: dict[str, Any]) -> dict[str,
     return {"state": {name: value.numpy() for name, value in whole_state(one).items()}, "logs": logged(one)}
 
 
-@pytest.mark.parametrize("given", [{}, {"fsdp": "full_shard"}], ids=["ddp", "fsdp"])
-def test_all_ranks_leave_a_step_without_targets_out(given: dict[str, Any], tmp_path: Path) -> None:
-    alone = with_a_step_without_targets(str(tmp_path / "one"), {})
+def in_one_group(folder: str) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        strategy: with_a_step_without_targets(f"{folder}/{strategy}", given)
+        for strategy, given in (("ddp", {}), ("fsdp", {"fsdp": "full_shard"}))
+    }
+    parts: tuple[Callable[[str], Any], ...] = (per_rank_means, unusual, train_on_poisoned_rank, evaluated, streaming)
+    return found | {part.__name__: part(f"{folder}/{part.__name__}") for part in parts}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """What two ranks find in one group: forming it takes longer than these trainings."""
+    return run_distributed(in_one_group, 2, str(tmp_path_factory.mktemp("two")), timeout_s=120)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
+def test_all_ranks_leave_a_step_without_targets_out(strategy: str, two: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = with_a_step_without_targets(str(tmp_path), {})
     assert [alone["logs"][-1][name] for name in ("steps_without_targets", "batches_without_targets")] == [2, 10]
-    for rank in run_distributed(with_a_step_without_targets, 2, str(tmp_path / "many"), given):
+    for rank in (rank[strategy] for rank in two):
         close({**alone, "state": {name: alone["state"][name] for name in rank["state"]}}, rank)
 
 
@@ -111,9 +127,9 @@ def per_rank_means(folder: str) -> dict[str, Any]:
     return tokens(folder, average_tokens_across_devices=False)
 
 
-def test_without_averaging_over_ranks_each_has_its_own_mean(tmp_path: Path) -> None:
-    one, other = run_distributed(per_rank_means, 2, str(tmp_path))
-    exact = tokens(str(tmp_path / "exact"))
+def test_without_averaging_over_ranks_each_has_its_own_mean(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    one, other = (rank["per_rank_means"] for rank in two)
+    exact = tokens(str(tmp_path))
     assert np.array_equal(one["state"]["head.weight"], other["state"]["head.weight"])
     assert not np.allclose(one["state"]["head.weight"], exact["state"]["head.weight"], rtol=1e-5)
 
@@ -159,9 +175,8 @@ def unusual(folder: str) -> list[float]:
     return [float(value.detach().sum()) for training in ends for value in training.model.parameters()]
 
 
-def test_frozen_and_unused_parameters_and_steps_of_old_train_under_replication(tmp_path: Path) -> None:
-    zero, one = run_distributed(unusual, 2, str(tmp_path))
-    assert zero == one
+def test_frozen_and_unused_parameters_and_steps_of_old_train_under_replication(two: list[dict[str, Any]]) -> None:
+    assert two[0]["unusual"] == two[1]["unusual"]
 
 
 RESUMABLE: dict[str, Any] = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2}
@@ -193,9 +208,8 @@ def test_one_ranks_signal_stops_all_at_one_step_and_resuming_is_exact(tmp_path: 
         assert_equal(before, after)
 
 
-def test_a_nan_on_one_rank_is_skipped_by_all(tmp_path: Path) -> None:
-    zero, one = run_distributed(train_on_poisoned_rank, 2, str(tmp_path))
-    assert zero == one == "3 2"
+def test_a_nan_on_one_rank_is_skipped_by_all(two: list[dict[str, Any]]) -> None:
+    assert [rank["train_on_poisoned_rank"] for rank in two] == ["3 2"] * 2
 
 
 def evaluated(folder: str) -> list[dict[str, Any]]:
@@ -229,9 +243,9 @@ def evaluate(folder: str, count: int) -> dict[str, Any]:
     }
 
 
-def test_evaluation_counts_every_row_once_in_order(tmp_path: Path) -> None:
-    alone = evaluated(str(tmp_path / "one"))
-    zeros, others = run_distributed(evaluated, 2, str(tmp_path / "many"))
+def test_evaluation_counts_every_row_once_in_order(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    alone = evaluated(str(tmp_path))
+    zeros, others = (rank["evaluated"] for rank in two)
     for count, expected, zero, other in zip((1, 10), alone, zeros, others, strict=True):
         assert zero["seen"][0] == ((count, 3), [row["labels"] for row in ROWS[:count]])
         assert np.allclose(zero["kept"], expected["kept"], atol=1e-6)
@@ -250,7 +264,7 @@ def streaming(folder: str) -> list[float]:
     return losses(training)
 
 
-def test_a_stream_trains_the_same_on_several_processes(tmp_path: Path) -> None:
-    zero, one = run_distributed(streaming, 2, str(tmp_path / "two"))
+def test_a_stream_trains_the_same_on_several_processes(two: list[dict[str, Any]], tmp_path: Path) -> None:
+    zero, one = (rank["streaming"] for rank in two)
     assert zero == one
-    assert zero == pytest.approx(streaming(str(tmp_path / "one")), rel=1e-5)
+    assert zero == pytest.approx(streaming(str(tmp_path)), rel=1e-5)

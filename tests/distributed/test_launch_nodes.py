@@ -8,7 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -19,7 +18,7 @@ import psutil
 import pytest
 
 from tests.support import tiny
-from tests.support.command import TRAINFLOW
+from tests.support.command import Running, running
 from tests.support.launched import kept_files, patience_s, request
 from tests.support.machine import free_port
 from tests.support.repository import ROOT
@@ -29,42 +28,15 @@ from trainer_lib.launch.settings.config import LaunchConfig
 from trainer_lib.protocol.requests import PreparedData, PrepareRequest, Request
 
 
-class Follower:
-    """A following machine: ``trainflow join`` in a separate process, its output in a file."""
-
-    def __init__(self, folder: Path, *options: str, **env: str) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / "follower.log"
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*TRAINFLOW, "join", *options],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                cwd=ROOT,
-                env={**os.environ, "TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **env},
-                start_new_session=True,
-            )
-
-    def output(self) -> str:
-        return self.log.read_text(errors="replace")
-
-    def wait(self, timeout: float = 60.0) -> int:
-        return self.process.wait(timeout)
-
-    def kill_all(self) -> None:
-        """Kill the machine: its owner, guard, agent and workers at once."""
-        with contextlib.suppress(psutil.NoSuchProcess):
-            family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
-            for process in family:
-                process.suspend()
-            for process in family:
-                process.kill()
-        self.process.wait()
-
-    def close(self) -> None:
-        if self.process.poll() is None:
-            self.kill_all()
+def kill_machine(follower: Running) -> None:
+    """Kill a following machine, if it runs: its owner, guard, agent and workers at once."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        family = [*psutil.Process(follower.process.pid).children(recursive=True), psutil.Process(follower.process.pid)]
+        for process in family:
+            process.suspend()
+        for process in family:
+            process.kill()
+    follower.process.wait()
 
 
 @pytest.fixture
@@ -78,21 +50,23 @@ def asked(tmp_path: Path, prepared_data: PreparedData) -> Any:
     return tiny.train_request(tmp_path, prepared_data, str(tmp_path / "train"))
 
 
-Join = Callable[..., Follower]
+Join = Callable[..., Running]
 
 
 @pytest.fixture
 def join(tmp_path: Path, endpoint: str) -> Iterator[Join]:
-    followers: list[Follower] = []
+    """Start a following machine: ``trainflow join`` in a separate process."""
+    with contextlib.ExitStack() as stack:
 
-    def begin(name: str = "other", *options: str, **env: str) -> Follower:
-        usual = ("--processes", "1", "--threads", "1", "--timeout", "30")
-        followers.append(Follower(tmp_path / name, endpoint, *usual, *options, **env))
-        return followers[-1]
+        def begin(name: str = "other", *options: str, **env: str) -> Running:
+            (folder := tmp_path / name).mkdir(exist_ok=True)
+            words = ("join", endpoint, "--processes", "1", "--threads", "1", "--timeout", "30", *options)
+            given = {"TMPDIR": str(folder), "PYTHONPATH": str(ROOT), **env}
+            follower = stack.enter_context(running(*words, log=folder / "follower.log", cwd=ROOT, env=given))
+            stack.callback(kill_machine, follower)
+            return follower
 
-    yield begin
-    for follower in followers:
-        follower.close()
+        yield begin
 
 
 class Leader:
@@ -152,14 +126,14 @@ def test_whatever_is_killed_both_machines_train_what_two_processes_train(
     saved = [event["step"] for event in leader.told("save")]
     assert first == saved[1]
     assert second >= saved[3]  # workers that see their agent gone agree on a step and save it
-    assert follower.wait() == 0
+    assert follower.process.wait(60) == 0
     assert tiny.weights(asked.output) == uninterrupted_weights
     assert_logged_once(asked)
 
 
 def test_a_machine_that_dies_for_good_is_done_without(asked: Any, endpoint: str, join: Join) -> None:
     follower = join()
-    leader = Leader(endpoint, {2: follower.kill_all})
+    leader = Leader(endpoint, {2: lambda: kill_machine(follower)})
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=1, nodes="1:2", join_timeout_s=5.0)
     assert (result.world_size, result.global_step) == (1, 36)
     assert result.resumed_from >= leader.told("save")[1]["step"]
@@ -174,9 +148,9 @@ def test_an_error_on_the_other_machine_ends_both_and_is_told_here(tmp_path: Path
     with pytest.raises(CodeError, match="rank one dislikes this") as caught:
         Leader(endpoint)(request(tmp_path), max_restarts=3)
     assert caught.value.rank == 1
-    assert follower.wait() == CodeError.exit_code
-    assert "your code raised" in follower.output()
-    assert "rank one dislikes this" in follower.output()
+    assert follower.process.wait(60) == CodeError.exit_code
+    assert "your code raised" in follower.output
+    assert "rank one dislikes this" in follower.output
 
 
 def test_machines_that_do_not_come_are_counted(asked: Any, endpoint: str) -> None:
@@ -189,7 +163,7 @@ def test_two_machines_that_claim_one_place_are_refused(asked: Any, endpoint: str
     followers = [join(name, "--node-rank", "1") for name in ("first", "second")]
     with pytest.raises(ConfigError, match=r"node_rank = 1: .* claim the same place"):
         Leader(endpoint)(asked, nodes=3)
-    assert [follower.wait() for follower in followers] == [ConfigError.exit_code] * 2
+    assert [follower.process.wait(60) for follower in followers] == [ConfigError.exit_code] * 2
 
 
 def test_a_machine_with_too_few_cores_says_so(asked: Any, endpoint: str, join: Join) -> None:
