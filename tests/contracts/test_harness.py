@@ -189,5 +189,4 @@ def test_a_run_imports_the_files_of_which_it_has_tests_and_the_main_job_is_teste
         "not nightly": [*files],
         "nightly": ["e2e/test_howto.py"],
     }
-    makefile = (ROOT / "Makefile").read_text("utf-8")
-    assert set(re.findall(r"call run_both,([a-z ]+)\)", makefile)) == set(_RUNS)
+    assert set(re.findall(r"call run_both,([a-z ]+)\)", (ROOT / "Makefile").read_text("utf-8"))) == set(_RUNS)

@@ -85,8 +85,7 @@ class Layout:
             self.mesh = _mesh(layout[0])
             if len(self.placements) < len(layout[0]):
                 self.mesh = self.mesh["tensor"]
-        whole = _values(seed)
-        self.params = {key: nn.Parameter(self.divide(key, value)) for key, value in whole.items()}
+        self.params = {key: nn.Parameter(self.divide(key, value)) for key, value in _values(seed).items()}
         self.optimizer = torch.optim.AdamW(self.params.values(), lr=0.1, foreach=False)
 
     def divide(self, name: str, value: Tensor) -> Tensor:
@@ -126,8 +125,7 @@ def _local(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _tensors(layout: Layout) -> dict[str, Tensor]:
-    state = snapshot_optimizer(layout.optimizer, layout.params)
-    return _local({**layout.params, **state.tensors})
+    return _local({**layout.params, **snapshot_optimizer(layout.optimizer, layout.params).tensors})
 
 
 def crossed(folder: str) -> list[str]:

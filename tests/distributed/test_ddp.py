@@ -157,8 +157,7 @@ class Facade(Trainer):
         inputs = self._prepare_inputs(inputs)
         loss: torch.Tensor = self.compute_loss(model, inputs) / self.current_gradient_accumulation_steps
         self.accelerator.backward(loss)
-        gathered = self.accelerator.gather(loss.detach())
-        assert gathered.shape == (self.accelerator.num_processes,)
+        assert self.accelerator.gather(loss.detach()).shape == (self.accelerator.num_processes,)
         assert self.accelerator.unwrap_model(model) is self.model
         return loss.detach()
 
@@ -203,8 +202,7 @@ def test_one_ranks_signal_stops_all_at_one_step_and_resuming_is_exact(tmp_path: 
     stops = run_distributed(stoppable, 2, str(tmp_path / "cut"), 2)
     assert stops[0] == stops[1]
     assert stops[0] in (2, 3, 4)
-    resumed = run_distributed(stoppable, 2, str(tmp_path / "cut"), None)
-    for before, after in zip(whole, resumed, strict=True):
+    for before, after in zip(whole, run_distributed(stoppable, 2, str(tmp_path / "cut"), None), strict=True):
         assert_equal(before, after)
 
 

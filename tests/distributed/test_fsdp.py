@@ -485,8 +485,7 @@ def test_how_a_checkpoint_is_written_is_asked_at_each_save(two: list[dict[str, A
         assert all(torch.equal(value, weights[name]) for name, value in load_file(file).items())
     store = Store.open(str(folder))
     assert [verify_files(store.child(info.name), info.commit) for info in list_checkpoints(store)] == [[], [], []]
-    by_parts = load_checkpoint(store, "checkpoint-2", SingleProcess())
-    assert not by_parts.is_sharded
+    assert not load_checkpoint(store, "checkpoint-2", SingleProcess()).is_sharded
     assert load_checkpoint(store, "checkpoint-1", SingleProcess()).is_sharded
 
 

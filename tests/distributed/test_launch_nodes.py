@@ -99,8 +99,7 @@ def kill_agent() -> None:
 def assert_logged_once(asked: Request[Any]) -> None:
     """However often it was started again, the run's history has each step once."""
     history = json.loads(Path(asked.output, "history.json").read_text())
-    steps = [entry["step"] for entry in history if "loss" in entry]
-    assert steps == [10, 20, 30]
+    assert [entry["step"] for entry in history if "loss" in entry] == [10, 20, 30]
 
 
 def worker_pid(folder: Path, rank: int) -> int:

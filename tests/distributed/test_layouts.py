@@ -412,8 +412,7 @@ def draws(folder: str) -> tuple[list[float], list[float], float]:
     for name, seen in drawn.items():
         layer: nn.Module = getattr(made, name)
         layer.register_forward_hook(lambda *_, seen=seen: seen.append(float(torch.rand(()))))
-    one = trainer(folder, ROWS, model=made, **RAGGED, parallelism={"tensor": 2, "shard": 2, "plan": PLAN})
-    one.train()
+    trainer(folder, ROWS, model=made, **RAGGED, parallelism={"tensor": 2, "shard": 2, "plan": PLAN}).train()
     return drawn["inner"], drawn["outer"], float(torch.rand(()))
 
 

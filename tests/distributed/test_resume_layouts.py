@@ -108,8 +108,7 @@ ZERO: dict[str, Any] = {"deepspeed": {"zero_optimization": {"stage": 2}}, "bf16"
 )
 def test_a_copy_that_differs_ends_the_save(layout: str, given: dict[str, Any], place: str, tmp_path: Path) -> None:
     world, settings = LAYOUTS[layout]
-    call = functools.partial(disturbed, **settings, **given)
-    [first, *others] = run_distributed(call, world, str(tmp_path))
+    [first, *others] = run_distributed(functools.partial(disturbed, **settings, **given), world, str(tmp_path))
     assert others == [first] * (world - 1)
     [message] = first
     assert "'model/norm.weight'" in message

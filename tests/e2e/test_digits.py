@@ -18,8 +18,7 @@ def test_digits_are_read_and_the_second_run_is_cached(tmp_path: Path, prefect_se
     # A newcomer's: nothing of Prefect's exists yet. On two processes: test_kill_resume.py.
     first = trainflow(*arguments, env={"PREFECT_HOME": str(tmp_path / "prefect")})
     assert first.code == 0, first.err
-    result = json.loads(first.out)
-    stages = {stage["stage"]: stage for stage in result["stages"]}
+    stages = {stage["stage"]: stage for stage in json.loads(first.out)["stages"]}
     assert {stage["status"] for stage in stages.values()} == {"ran"}
     assert stages["evaluate"]["manifest"]["metrics"]["test"]["accuracy"] >= 0.97
     parts = sorted((tmp_path / "storage" / "stages" / "predict").rglob("*.parquet"))

@@ -277,8 +277,7 @@ NOTEBOOK = ROOT / "examples" / "notebook" / "pipeline.ipynb"
 
 
 def test_it_is_kept_without_outputs() -> None:
-    notebook = _read(NOTEBOOK)
-    assert [cell.outputs for cell in notebook.cells if cell.cell_type == "code" and cell.outputs] == []
+    assert [cell.outputs for cell in _read(NOTEBOOK).cells if cell.cell_type == "code" and cell.outputs] == []
 
 
 @pytest.mark.timeout(600)

@@ -218,8 +218,7 @@ def test_what_mlflow_says_otherwise_is_caught(folder: Path) -> None:
     tags = {"trainflow.train": record["stages"]["train"]}
     asked = registry.Registration(name="toy", digest=model.tags[DIGEST_TAG], tags=tags)
     registry.register(client, model.model_id, record["mlflow_run_id"], asked)
-    checks = _checked(run_of(folder))
-    assert checks["toy version 1"].state == "held"
+    assert _checked(run_of(folder))["toy version 1"].state == "held"
     client.set_model_version_tag("toy", "1", DIGEST_TAG, "0" * 64)
     client.set_tag(record["mlflow_run_id"], "trainflow.evaluate", "0" * 16)
     checks = _checked(run_of(folder))

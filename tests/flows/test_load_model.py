@@ -63,8 +63,7 @@ def test_each_address_of_the_model_gives_the_predictions_of_the_predict_stage(fo
 def test_a_publication_stands_alone_and_its_code_runs_only_when_trusted(folder: Path, tmp_path: Path) -> None:
     expected = _predicted(folder)
     published = tmp_path / "elsewhere"
-    revision = publication_of(folder)
-    shutil.copytree(revision, published)
+    shutil.copytree(publication_of(folder), published)
     shutil.rmtree(folder)
     with pytest.raises(ConfigError, match="not trusted") as refused:
         load_model(str(published))
@@ -280,8 +279,7 @@ def test_a_finished_run_is_found_and_read(folder: Path) -> None:
     assert (run.status, list(run.stages["state"])) == ("finished", ["ran"] * 5)
     assert run.stages["committed"].notna().all()
 
-    error = run.metrics["value"]["test_error"]
-    assert error > 0
+    assert run.metrics["value"]["test_error"] > 0
     assert list(run.history["loss"].dropna().index) == [2, 4, 6, 8]
     assert list(run.predictions()["row_id"]) == list(range(16))
     model = run.load_model()

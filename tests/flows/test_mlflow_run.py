@@ -100,8 +100,7 @@ def test_the_projects_git_commit_is_noted(start: Start, tmp_path: Path) -> None:
         subprocess.run(["git", "-C", str(project), *command], check=True)
     head = subprocess.run(["git", "-C", str(project), "rev-parse", "HEAD"], capture_output=True, text=True, check=True)
     assert _run(_done(start(project=project))).data.tags["mlflow.source.git.commit"] == head.stdout.strip()
-    other = _done(start(resume=False, project=tmp_path))
-    assert "mlflow.source.git.commit" not in _run(other).data.tags
+    assert "mlflow.source.git.commit" not in _run(_done(start(resume=False, project=tmp_path))).data.tags
 
 
 @pytest.mark.parametrize("ending", ["FAILED", "KILLED"])
@@ -129,8 +128,7 @@ def test_parameters_that_changed_are_an_artifact_and_never_an_error(
 ) -> None:
     handle = _done(start(), "FAILED")
     _done(start(params={"train": {"args": {"learning_rate": 2e-3, "new": 1}}}))
-    run = _run(handle)
-    assert run.data.params == {"train.args.learning_rate": "0.001", "train.args.new": "1"}
+    assert _run(handle).data.params == {"train.args.learning_rate": "0.001", "train.args.new": "1"}
     [changed] = list(storage.local_path("mlartifacts").rglob("params/*.json"))
     assert json.loads(changed.read_text()) == {"train.args.learning_rate": {"was": "0.001", "is": "0.002"}}
     assert not caplog.records

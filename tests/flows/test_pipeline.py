@@ -89,8 +89,7 @@ def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Pat
     for stage, pattern in DAMAGED.items():
         [file, *_] = sorted(folder.glob(f"store/stages/{stage}/*/{pattern}"))
         file.write_bytes(file.read_bytes()[:-1])
-        planned = plan_of(folder)
-        assert file.name in planned[stage].reason
+        assert file.name in plan_of(folder)[stage].reason
         result = run(folder)
         assert ran(result) == {stage}
         assert "damaged" in reason(result, stage)
@@ -184,8 +183,7 @@ def test_one_stage_alone_a_later_start_and_a_forced_stage(folder: Path) -> None:
     only = run(folder, "predict.rows_per_file=3", only="predict")
     assert ran(only) == {"predict"}
     assert {outcome.stage for outcome in only.stages} == set(stage_names())
-    later = run(folder, "evaluate.splits=[train, test]", start="evaluate")
-    assert ran(later) == {"evaluate", "push-to-hub"}
+    assert ran(run(folder, "evaluate.splits=[train, test]", start="evaluate")) == {"evaluate", "push-to-hub"}
 
 
 def test_stages_that_are_switched_off_are_left_out(folder: Path) -> None:
@@ -355,8 +353,7 @@ def test_arguments_launches_and_closures_are_worked_out_once(tmp_path: Path, cou
 
 
 def test_a_spec_of_your_own_is_resolved_anew_by_every_run(tmp_path: Path, counts: Counter[str]) -> None:
-    path = project(tmp_path / "project")
-    spec = load_spec(path)
+    spec = load_spec(project(tmp_path / "project"))
     before = dict(counts)
     assert spec.resolver is not spec.resolver
     spec.check()

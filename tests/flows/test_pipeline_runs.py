@@ -157,8 +157,7 @@ def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
     past = list_runs(str(folder / "store"))[0]
     assert (past.status, past.failed, past.mlflow_run_id) == ("FAILED", "evaluate", failed.mlflow_run_id)
     assert list(past.stages) == ["prepare-data", "train", "predict"]
-    again = tracked(folder)
-    assert again.mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run goes on
+    assert tracked(folder).mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run goes on
     (folder / "recipe.py").write_text(recipe)
     assert mlflow_run(tracked(folder)).info.status == "FINISHED"
 
@@ -337,8 +336,7 @@ def test_a_server_that_is_away_holds_up_no_report(fresh: Path) -> None:
 # -- files of trackers ------------------------------------------------------------------------------------------------
 def test_files_of_trackers_stay_and_are_not_part_of_the_result(folder: Path) -> None:
     reports = ("train.args.report_to=[jsonl, tensorboard]", "train.args.logging_steps=1", "train.args.seed=5")
-    result = run(folder, *reports)
-    result.raise_for_error()
+    run(folder, *reports).raise_for_error()
     [stage] = [path.parent for path in folder.glob("store/stages/train/*/checkpoints/metrics.jsonl")]
     stage = stage.parent
     steps = [json.loads(line)["step"] for line in (stage / "checkpoints" / "metrics.jsonl").read_text().splitlines()]
@@ -467,8 +465,7 @@ def test_a_changed_weight_counts_from_a_checkpoint_on_and_is_in_the_lineage(
     assert history[:2] == json.loads(changed.store().read_bytes("history.json"))[:2]
     assert resumed.facts.mixture == changed.facts.mixture
     assert changed.facts.mixture == ({"step": 4, "weights": {"a": pytest.approx(1 / 7), "b": pytest.approx(6 / 7)}},)
-    lineage = describe_lineage("mixed", [changed])
-    assert lineage.arguments["mixture"] == list(changed.facts.mixture)
+    assert describe_lineage("mixed", [changed]).arguments["mixture"] == list(changed.facts.mixture)
     monkeypatch.delenv("CHANGED")
     monkeypatch.setenv("FAILS", "1")
     spec = spec_of(tmp_path, f"storage={tmp_path / 'fourth'}", TRAINED)

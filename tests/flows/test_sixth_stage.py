@@ -152,8 +152,7 @@ def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> 
 
     outcome = first.outcome("count-all-rows")
     assert outcome is not None
-    place = outcome.places["rows"]
-    assert Path(place).read_text() == "{'train': 64, 'test': 16}"
+    assert Path(outcome.places["rows"]).read_text() == "{'train': 64, 'test': 16}"
     assert any("rows.txt" in line.plain for line in presentation.summary(first, ["trainflow", "ui"]))
     page = Path(first.report_url or "").read_text()
     assert all(text in page for text in ("count-all-rows", "rows.txt", "counted"))
@@ -168,8 +167,7 @@ def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> 
 
 @pytest.mark.usefixtures("six_stages")
 def test_a_sixth_stage_is_chosen_forced_and_explained_like_the_others(folder: Path) -> None:
-    first = run(folder, only="count")
-    assert ran(first) == {"count-all-rows"}
+    assert ran(run(folder, only="count")) == {"count-all-rows"}
     assert ran(run(folder, force=["count-all-rows"])) == {"count-all-rows"}
     changed = Plan.of(spec_of(folder, "prepare.options.rows=48")).reasons
     assert changed["count-all-rows"].reason.startswith("prepare-data runs first")
@@ -185,8 +183,7 @@ def test_a_sixth_stage_is_chosen_forced_and_explained_like_the_others(folder: Pa
 def test_a_sixth_stage_takes_its_settings_from_the_spec(folder: Path) -> None:
     spec = folder / "pipeline.yaml"
     spec.write_text(spec.read_text() + "\ncount:\n  splits: [test]\n")
-    first = run(folder, only="count")
-    outcome = first.outcome("count-all-rows")
+    outcome = run(folder, only="count").outcome("count-all-rows")
     assert outcome is not None
     assert Path(outcome.places["rows"]).read_text() == "{'test': 16}"
     why = Plan.of(spec_of(folder, "count.splits=[train]")).reasons

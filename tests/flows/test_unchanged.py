@@ -299,8 +299,7 @@ def test_a_source_that_is_not_here_counts_as_it_was_and_is_needed_only_to_prepar
 ) -> None:
     folder = tmp_path / "project"
     overrides = ("tracking.enabled=false", "evaluate.enabled=false", "predict.enabled=false", "publish.enabled=false")
-    result = run_pipeline(load_spec(project(folder, folder / "store"), overrides))
-    result.raise_for_error()
+    run_pipeline(load_spec(project(folder, folder / "store"), overrides)).raise_for_error()
     shutil.rmtree(folder / "data")
     past, spec, _ = recorded(folder)
     plan = Plan.of(spec)
@@ -326,8 +325,7 @@ def test_a_record_without_a_spec_is_refused_with_another_way(folder: Path) -> No
 
 
 def test_a_forced_stage_that_had_not_begun_is_still_forced(folder: Path) -> None:
-    done = run(folder, "tracking.enabled=true", force=["evaluate"])
-    assert ran(done) == {"evaluate"}
+    assert ran(run(folder, "tracking.enabled=true", force=["evaluate"])) == {"evaluate"}
     [path] = folder.glob("store/runs/*/run.json")
     record = json.loads(path.read_bytes())
     assert record["force"] == ["evaluate"]
@@ -340,8 +338,7 @@ def test_a_forced_stage_that_had_not_begun_is_still_forced(folder: Path) -> None
     assert find_still_forced(past, Plan.of(spec)) == [], "it had started: it goes on"
     both = replace(past, force=("prepare-data", "train"), stages={})
     assert find_still_forced(both, Plan.of(spec)) == ["prepare-data", "train"]
-    started = replace(both, stages={"prepare-data": "1", "train": "2"})
-    assert find_still_forced(started, Plan.of(spec)) == []
+    assert find_still_forced(replace(both, stages={"prepare-data": "1", "train": "2"}), Plan.of(spec)) == []
 
 
 def test_a_retry_of_a_flow_run_forces_only_what_had_not_begun(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

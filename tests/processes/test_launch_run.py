@@ -69,8 +69,7 @@ def nothing_left() -> bool:
 
 def test_result_lines_and_events_come_back(heard: Heard, tmp_path: Path) -> None:
     recipe = "import os\nprint('first'); print('carriage\\rreturn', end=''); print('é', os.environ['SECRET'])\n" + ROWS
-    result = heard.launch(request(tmp_path, recipe), env={"SECRET": "from the caller"})
-    assert result.splits["train"].rows == 2
+    assert heard.launch(request(tmp_path, recipe), env={"SECRET": "from the caller"}).splits["train"].rows == 2
     assert heard.lines == ["first", "carriage", "returné from the caller"]
     assert [event["event"] for event in heard.events] == ["start", "progress"]
     assert nothing_left()

@@ -271,8 +271,7 @@ def test_a_job_whose_number_was_never_read_is_found_by_its_name(tmp_path: Path, 
 
 
 def test_a_job_of_other_settings_is_ended_before_another_is_submitted(tmp_path: Path, fake_slurm: FakeSlurm) -> None:
-    asked = request(tmp_path, options={"n": 1})
-    owner = Owner(tmp_path, asked, engine="slurm", processes=1, grace_s=5.0)
+    owner = Owner(tmp_path, request(tmp_path, options={"n": 1}), engine="slurm", processes=1, grace_s=5.0)
     owner.wait_for(tmp_path / "ready-0")
     owner.process.kill()
     owner.process.wait()

@@ -68,8 +68,7 @@ def test_a_worker_that_waited_is_like_any_other(tmp_path: Path) -> None:
     warm.expect([("prepare", ONE)] * 2)
     for _ in range(2):
         [pid] = waiting()
-        shown = start(tmp_path, MLFLOW_RUN_ID="one")
-        assert shown == {**cold, "pid": pid}
+        assert start(tmp_path, MLFLOW_RUN_ID="one") == {**cold, "pid": pid}
     assert waiting() == []
     assert start(tmp_path)["pid"] != pid
 

@@ -144,8 +144,7 @@ def test_another_model_another_batch_or_weights_alone_are_refused(
     write_commit(imported, "checkpoint", commit.files, {**commit.meta, "optimizer": None})
     with pytest.raises(ConfigError, match=r"another shape for .*body\.bias|has another shape"):
         torch.manual_seed(0)
-        wide = Classifier(features=6, classes=4)
-        trainer(folder, ROWS, model=wide, **SHORT).train(True)
+        trainer(folder, ROWS, model=Classifier(features=6, classes=4), **SHORT).train(True)
     with pytest.raises(ConfigError, match="global_batch_size = 4: The global batch was 8 when"):
         trainer(folder, ROWS, **{**SHORT, "gradient_accumulation_steps": 1}).train(True)
     for own in (torch.optim.SGD, torch.optim.RAdam, torch.optim.Adamax):

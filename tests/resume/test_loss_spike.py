@@ -135,8 +135,7 @@ def whole(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_it_goes_back_and_skips_the_samples_in_between(whole: tuple[int, list[Any]]) -> None:
     """Step 7 goes back to 4, and step 17 to 16; each is found by the collection at the next save or log."""
     _, ranks = whole
-    trained = sorted(row for rank in ranks for row in rank["trained"])
-    assert trained == sorted([*range(32), *range(28, 40)] * 2)
+    assert sorted(row for rank in ranks for row in rank["trained"]) == sorted([*range(32), *range(28, 40)] * 2)
     for rank in ranks:
         assert (rank["spikes"], rank["samples"]) == (2, 80 - 3 * 4 - 1 * 4)
         assert rank["spiked"][0] == (9, 1)
@@ -271,8 +270,7 @@ def test_the_window_has_to_be_full(tmp_path: Path) -> None:
 
 def test_without_the_setting_nothing_goes_back(tmp_path: Path) -> None:
     one = make(str(tmp_path), spiky_rows(ROW), loss_spike_sigma=None)
-    done = one.train()
-    assert "loss_spikes" not in done.metrics
+    assert "loss_spikes" not in one.train().metrics
     assert one.state.num_samples_seen == 80
 
 

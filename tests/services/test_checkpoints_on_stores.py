@@ -268,8 +268,7 @@ def verdict(outcomes: list[StorageError | None], root: Store) -> None:
     assert isinstance(lost[0], LeaseLostError) or "being written" in lost[0].message, lost[0]
     assert str(lost[0].field).startswith(f"{root.url}/checkpoint-2")
     assert lost[0].remedy
-    info = find_newest_intact(root, on_damage=no_damage)
-    assert info is not None
+    assert find_newest_intact(root, on_damage=no_damage) is not None
     check_holds(root, replace(state(2), data={"writer": outcomes.index(None)}))
 
 

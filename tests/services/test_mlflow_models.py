@@ -114,8 +114,7 @@ def test_a_model_is_logged_once_and_loaded_by_a_process_that_knows_only_the_serv
     logged = connected.get_logged_model(model_id)
     assert str(logged.status) == "READY"
     assert [(each.key, each.value, each.step) for each in logged.metrics] == [("eval_error", 0.25, 8)]
-    run = connected.get_run(run_id)
-    assert [each.model_id for each in run.outputs.model_outputs] == [model_id]
+    assert [each.model_id for each in connected.get_run(run_id).outputs.model_outputs] == [model_id]
     assert len(connected.get_metric_history(run_id, "eval_error")) == 2
 
     register(connect_timed(uri, Clock()), model_id, run_id, Registration(name="line", digest=line.digest))

@@ -78,8 +78,7 @@ def test_the_details_of_a_run_are_what_was_recorded(any_url: str) -> None:
     assert found.metrics == {"train_loss": 0.5, "test_accuracy": 0.9}
     assert found.places["model"].endswith(f"stages/train/{train[:16]}/model")
     assert found.places["report"].endswith("report.html")
-    plain = json.loads(json.dumps(found.to_dict()))
-    assert plain["arguments"] == {"train": {"seed": 1}}
+    assert json.loads(json.dumps(found.to_dict()))["arguments"] == {"train": {"seed": 1}}
 
 
 def say(stage: str, text: str, kind: str = "line") -> None:

@@ -288,8 +288,7 @@ def test_tags_and_licence_of_a_card_that_is_there_are_kept(tmp_path: Path) -> No
 def test_a_folder_on_any_store_is_the_offline_hub(url: str, tmp_path: Path) -> None:
     target = url if "://" in url else str(tmp_path / url)
     given: dict[str, Any] = {**EACH_STEP, "hub_model_id": target, "hub_strategy": "checkpoint"}
-    one = trainer(tmp_path / "out", ROWS, **given)
-    one.train()
+    trainer(tmp_path / "out", ROWS, **given).train()
     revision = FolderHub(target).newest()
     assert revision is not None
     names = {entry.path for entry in revision.commit.files}

@@ -106,8 +106,7 @@ def _in_commit(rng: Any, data: bytes) -> bytes:
     try:
         record = json.loads(changed)
         record.pop("seal", None)
-        entries = [FileEntry(**entry) for entry in record["files"]]
-        record["content_digest"] = content_digest(entries)
+        record["content_digest"] = content_digest([FileEntry(**entry) for entry in record["files"]])
         seal = hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
         return (json.dumps(record | {"seal": seal}, indent=1) + "\n").encode()
     except Exception:
@@ -224,8 +223,7 @@ def _resuming(folder: Path) -> dict[str, Target]:
 def _importing(folder: Path) -> dict[str, Target]:
     source = folder / "peer"
     source.mkdir()
-    net = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    weights = net.state_dict()
+    weights = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).state_dict()
     in_groups = ("0.weight", "1.weight", "0.bias", "1.bias")
     state = {n: {"step": torch.tensor(2.0), "exp_avg": weights[name].clone()} for n, name in enumerate(in_groups)}
     settings: dict[str, Any] = {"lr": 0.1, "betas": (0.9, 0.999)}
@@ -274,8 +272,7 @@ def _imported(store: Store) -> object:
     source = read_source(store)
     names = [[f"parameter {number}" for number in group["params"]] for group in source.optimizer["param_groups"]]
     snapshot = convert_optimizer(source.optimizer, names)
-    schedule = convert_scheduler(source.scheduler, names)
-    return snapshot, schedule, derive_position(source.state)
+    return snapshot, convert_scheduler(source.scheduler, names), derive_position(source.state)
 
 
 def _index(folder: Path, files: dict[str, bytes]) -> Read:
