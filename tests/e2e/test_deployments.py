@@ -94,8 +94,7 @@ def test_a_deployed_schedule_fires_again_and_again_on_a_worker_and_trains(
     server: Server, deploy: Cli, tmp_path: Path
 ) -> None:
     spec = toy.project(tmp_path / "project")
-    deployed = deploy(spec, *SHORT, *IN_PROCESS, "--pool", "main", "--interval", "8")
-    assert deployed.code == 0, deployed.err
+    deployed = deploy(spec, *SHORT, *IN_PROCESS, "--pool", "main", "--interval", "8").ok()
     assert "Deployed pipeline/toy to the work pool main: every 8 s." in deployed.out
     wait_for("the second start", lambda: len(server.runs("toy", "PENDING", "RUNNING", "COMPLETED")) > 1, 240)
     server.api("PATCH", f"deployments/{server.deployment('toy')['id']}", {"paused": True})  # no third one
@@ -157,8 +156,7 @@ def test_a_run_whose_process_is_killed_crashes_and_runs_again_on_its_worker(
     recipe = toy.RECIPE.replace("            y = self.linear(", f"            {held}            y = self.linear(")
     store, spec = tmp_path / "project" / "store", toy.project(tmp_path / "project", recipe=recipe)
     retried = ("--pool", "main", "--name", "killed", "--retry-crashed", "1")
-    deployed = deploy(spec, *SHORT, *retried)
-    assert deployed.code == 0, deployed.err
+    deploy(spec, *SHORT, *retried).ok()
     run = server.run("killed")
     wait_for("training", lambda: has_begun(store))
     [process] = [each for each in training() if "prefect.engine" in _line(each)]
@@ -211,8 +209,7 @@ def test_deploying_needs_a_pool(server: Server, deploy: Cli, tmp_path: Path) -> 
     assert "prefect work-pool create --type process other" in absent.err
     server.prefect("work-pool", "create", "--type", "docker", "containers")
     image = ("--pool", "containers", "--image", "registry.example/toy:1", "--job-variable", "mem_limit=2g")
-    deployed = deploy(spec, *image, "--name", "boxed", "--limit-runs", "1")
-    assert deployed.code == 0, deployed.err
+    deploy(spec, *image, "--name", "boxed", "--limit-runs", "1").ok()
     deployment = server.deployment("boxed")
     variables = deployment["job_variables"]
     assert (variables["image"], variables["mem_limit"]) == ("registry.example/toy:1", "2g")

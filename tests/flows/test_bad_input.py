@@ -14,7 +14,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import Cli
-from tests.support.runs import IN_PROCESS, ran, reason, run, spec_of
+from tests.support.runs import IN_PROCESS, ran, reason, run, spec_of, succeeded
 from tests.support.s3 import NOWHERE, S3_AWAY
 from tests.support.toy import RECIPE
 from trainer_lib.errors import ConfigError, StorageGoneError
@@ -278,15 +278,13 @@ def test_what_can_be_measured_trains_and_is_not_tried_again(fresh: Path, monkeyp
     good = (measured, "evaluate.slices=[sign]", "publish.enabled=false")
     events: list[object] = []
     with progress.subscribe(lambda event: events.append(event.get("message")) if "warning" in event.values() else None):
-        first = run(fresh, *good)
-    first.raise_for_error()
+        succeeded(fresh, *good)
     assert events == []
     [metrics] = fresh.glob("store/stages/evaluate/*/metrics.json")
     assert {"mae", "r2", "most", "most/sign/0", "rows/sign/1"} <= set(json.loads(metrics.read_text())["test"])
     # The model is there: another metric is measured, and nothing is tried before.
     monkeypatch.setattr("trainflow.flows.run_stages.rehearse_evaluation", None)
-    again = run(fresh, *good, "evaluate.metrics=[mae, bias]")
-    again.raise_for_error()
+    again = succeeded(fresh, *good, "evaluate.metrics=[mae, bias]")
     assert "evaluate" in ran(again)
     assert "train" not in ran(again)
 
@@ -295,8 +293,7 @@ def test_a_trial_that_fails_by_itself_does_not_stop_the_training(fresh: Path) ->
     (fresh / "recipe.py").write_text(UNREADY)
     warned: list[str] = []
     with progress.subscribe(lambda event: warned.append(str(event.get("message")))):
-        result = run(fresh, "evaluate.metrics=[mae]", "train.args.max_steps=60", "publish.enabled=false")
-    result.raise_for_error()
+        succeeded(fresh, "evaluate.metrics=[mae]", "train.args.max_steps=60", "publish.enabled=false")
     assert any("could not be tried before the training" in each and "not trained yet" in each for each in warned)
 
 
@@ -357,8 +354,7 @@ def test_a_metric_that_chooses_is_measured_while_training_and_others_train_nothi
     assert not any("eval_r2" in entry for entry in evaluations)
     [state] = folder.glob("store/stages/train/*/checkpoints/checkpoint-8/trainer_state.json")
     assert json.loads(state.read_text())["best_metric"] == min(entry["eval_mae"] for entry in evaluations)
-    again = run(folder, *CHOSEN, "evaluate.metrics=[mae, bias]")
-    again.raise_for_error()
+    again = succeeded(folder, *CHOSEN, "evaluate.metrics=[mae, bias]")
     assert {"train", "evaluate"} & ran(again) == {"evaluate"}
     assert reason(again, "evaluate").startswith("metrics")
 

@@ -142,8 +142,7 @@ class Finished:
 def followed(tmp_path_factory: pytest.TempPathFactory) -> Finished:
     text = toy.SPEC.replace("kind: process", "kind: in_process")  # tests/e2e/test_digits.py has workers
     spec = toy.project(tmp_path_factory.mktemp("finished"), spec=text)
-    done = trainflow("run", spec, "tracking.enabled=true", cwd=spec.parent)
-    assert done.code == 0, done.out + done.err
+    done = trainflow("run", spec, "tracking.enabled=true", cwd=spec.parent).ok()
     return Finished(spec, done)
 
 
@@ -281,8 +280,7 @@ def test_the_ui_shows_the_run_until_it_is_interrupted(followed: Finished, tmp_pa
 def test_what_mlflow_never_gets_is_said_at_the_end_of_the_run(folder: Path, cli: Cli) -> None:
     shutil.rmtree(folder / "store" / "spool", ignore_errors=True)
     (folder / "store" / "spool").touch()  # no folder can be made there
-    done = cli("run", folder / "pipeline.yaml", "tracking.enabled=true", "predict.rows_per_file=5")
-    assert done.code == 0, done.err
+    done = cli("run", folder / "pipeline.yaml", "tracking.enabled=true", "predict.rows_per_file=5").ok()
     assert "MLflow waits for what this run logged, which could not be kept in" in " ".join(done.out.split())
 
 
@@ -327,8 +325,7 @@ def test_the_ui_needs_a_free_port(tmp_path: Path, cli: Cli) -> None:
 
 
 def test_a_tracking_server_that_runs_already_is_only_named(spec: Path, cli: Cli) -> None:
-    done = cli("ui", spec, env={"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:9/"})
-    assert done.code == 0
+    done = cli("ui", spec, env={"MLFLOW_TRACKING_URI": "http://user:secret@127.0.0.1:9/"}).ok()
     assert "secret" not in done.out + done.err
     assert "127.0.0.1:9" in done.out
 
@@ -571,8 +568,7 @@ def test_a_checkpoint_of_transformers_is_imported(tmp_path: Path, cli: Cli) -> N
     code = f"import sys\n\nsys.path.append({str(ROOT)!r})\nfrom tests.support.tiny_models import llama\n"
     (tmp_path / "model.py").write_text(code)
     model = f"{tmp_path / 'model.py'}:llama"
-    done = cli("checkpoints", "import", tmp_path / "peer" / "checkpoint-2", tmp_path / "run", "--model", model)
-    assert done.code == 0, done.err
+    done = cli("checkpoints", "import", tmp_path / "peer" / "checkpoint-2", tmp_path / "run", "--model", model).ok()
     assert "imported  step 2, 21 parameters" in done.out
     assert "left out  training_args.bin" in done.out
     assert "resume_from_checkpoint=True" in done.out

@@ -14,7 +14,7 @@ from s3fs import S3FileSystem
 from tests.support.command import Cli
 from tests.support.faulty import Faults
 from tests.support.mlflow_store import client, fresh_store
-from tests.support.runs import broken, ran, reason, run, spec_of
+from tests.support.runs import broken, ran, reason, run, spec_of, succeeded
 from tests.support.s3 import S3Server
 from trainer_lib.errors import CodeError, DataError, GateError, NonFiniteError, OutOfMemoryError, StorageFullError
 from trainer_lib.storage import Store
@@ -90,8 +90,7 @@ def test_a_full_disk_is_not_tried_again_and_says_what_it_needs(folder: Path, fau
     assert "The file needs at least" in result.error.message
     [only] = attempts("faulty://bucket/full", "prepare-data")
     assert only["decision"] == "a retry cannot help"
-    again = run(folder, "storage=faulty://bucket/full", *TRAINING)
-    again.raise_for_error()
+    again = succeeded(folder, "storage=faulty://bucket/full", *TRAINING)
     assert ran(again) == {"prepare-data", "train"}
 
 
@@ -106,8 +105,7 @@ def test_a_preempted_training_is_resumed_free_of_charge(folder: Path, storage: s
         f"def drain(rows):\n    import os\n    from pathlib import Path\n\n    if not {once}.exists():\n"
         f"        {once}.touch()\n        os.kill(os.getpid(), 15)\n\n\ndef compute_metrics",
     )
-    result = run(folder, f"storage={storage}", "train.launch=process", "train.retries=0", *TRAINING)
-    result.raise_for_error()
+    result = succeeded(folder, f"storage={storage}", "train.launch=process", "train.retries=0", *TRAINING)
     first, second = attempts(storage, "train")
     assert first["error"]["class"] == "Preempted"
     assert first["decision"] == "preempted: tried again, free of charge"
@@ -168,8 +166,7 @@ def test_an_outage_of_the_store_is_survived(
             s3_faults.plan(2, "outage", seconds=3.0)
 
     with progress.subscribe(cut_off):
-        result = run(folder, f"storage={storage}", "train.retries=1", *TRAINING)
-    result.raise_for_error()
+        result = succeeded(folder, f"storage={storage}", "train.retries=1", *TRAINING)
     assert ran(result) == {"prepare-data", "train"}
     assert told[-1].startswith("committed")
     assert len([each for each in told if each.startswith("started")]) > 1

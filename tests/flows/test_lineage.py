@@ -105,8 +105,7 @@ def test_a_model_in_mlflow_leads_to_its_training(finished: Path) -> None:
     assert set(models) == {"toy", *CHECKPOINTS}
     env = {"MLFLOW_TRACKING_URI": uri, "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false"}
     # In a process of its own, because MLflow's download leaves threads.
-    done = trainflow("lineage", f"models:/{models['checkpoint-4']}", "--json", env=env)
-    assert done.code == 0, done.err
+    done = trainflow("lineage", f"models:/{models['checkpoint-4']}", "--json", env=env).ok()
     found = json.loads(done.out)
     assert (found["kind"], found["run"]) == ("model", run_of(finished).name)
     assert [link["stage"] for link in found["lineage"]["stages"]] == STAGES
@@ -245,8 +244,7 @@ def test_a_copy_of_a_publication_is_verified_on_another_machine(folder: Path, tm
     shutil.copytree(publication_of(folder), copy)
     there = str(shutil.move(str(folder / "store"), str(tmp_path / "moved")))
     env = {"HOME": str(tmp_path / "home"), "MLFLOW_TRACKING_URI": ""}
-    done = cli("verify", copy, "--json", cwd=copy.parent, env=env)
-    assert done.code == 0, done.err
+    done = cli("verify", copy, "--json", cwd=copy.parent, env=env).ok()
     states = {each["link"]: each["state"] for each in json.loads(done.out)["links"]}
     assert states.pop("publication") == "held"
     assert set(states.values()) == {"not checked"}

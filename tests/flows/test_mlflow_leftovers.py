@@ -19,7 +19,7 @@ from mlflow.store.tracking import sqlalchemy_store
 
 from tests.support.command import Cli
 from tests.support.mlflow_store import client, fresh_store, points, runs
-from tests.support.runs import ALL, ran, run
+from tests.support.runs import ALL, ran, run, succeeded
 from trainer_lib.errors import StorageError
 from trainer_lib.storage import Store
 from trainer_lib.trackers import spool
@@ -466,8 +466,7 @@ def test_signals_while_the_run_closes_neither_stop_it_nor_make_another_run(
     with monkeypatch.context() as patch, stoppable(lambda _: None, remedy="") as stop:
         patch.setattr(RunRecord, "_write_report", signalled(RunRecord._write_report))
         patch.setattr(TrackedRun, "finish", signalled(TrackedRun.finish))
-        result = run(folder, "tracking.enabled=true", on_closing=stop.come_too_late)
-    result.raise_for_error()
+        result = succeeded(folder, "tracking.enabled=true", on_closing=stop.come_too_late)
     assert (ran(result), left) == ({"predict"}, {})
     [record] = [json.loads(path.read_text()) for path in folder.glob("store/runs/*/run.json")]
     assert record["status"] == "FINISHED"

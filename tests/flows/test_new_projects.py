@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.model_folders import code_is_removed as code_is_removed
 from tests.support.repository import ROOT
-from tests.support.runs import ALL, IN_PROCESS, ran, reason, run
+from tests.support.runs import ALL, IN_PROCESS, ran, reason, run, succeeded
 from tests.support.toy import RECIPE, project
 from trainer_lib import load_model
 from trainer_lib.model_folder.lineage import read_lineage_file
@@ -49,8 +49,7 @@ def test_a_new_project_runs_through_all_stages(tmp_path: Path, recipe: str) -> N
     folder = tmp_path / "project"
     with pytest.raises(SystemExit, match=r"^0$"):
         main(["init", str(folder), "--recipe", recipe, "--quiet"])
-    result = run(folder, *SMALL)
-    result.raise_for_error()
+    result = succeeded(folder, *SMALL)
     assert ran(result) == ALL
     stages = folder / ".trainflow" / "limited" / "stages"
     [metrics] = stages.glob("evaluate/*/metrics.json")
@@ -112,8 +111,7 @@ def test_a_keras_model_goes_through_every_stage(tmp_path: Path) -> None:
     folder = project(
         tmp_path, recipe=data + KERAS.lstrip() + "def compute_metrics" + rest.split("def compute_metrics")[1]
     )
-    result = run(folder.parent, "train.args.max_steps=40")
-    result.raise_for_error()
+    result = succeeded(folder.parent, "train.args.max_steps=40")
     assert ran(result) == ALL
     [metrics] = tmp_path.glob("store/stages/evaluate/*/metrics.json")
     measured = json.loads(metrics.read_text())["test"]
@@ -137,8 +135,7 @@ def test_adapters_of_a_language_model_are_trained_measured_loaded_and_published_
         f"train.model={model}, adapter: {{rank: 4}}}}",
     )
     small += ("evaluate.options={prompts: ['Return '], sample_tokens: 5}", "tracking.enabled=false")
-    result = run(folder, *small)
-    result.raise_for_error()
+    result = succeeded(folder, *small)
     assert ran(result) == ALL
     limited = folder / ".trainflow" / "limited"
     [published] = limited.glob("hub/*/revisions/*/adapter_model.safetensors")

@@ -19,7 +19,7 @@ from tests.support.command import python
 from tests.support.machine import serving
 from tests.support.prefect_server import Server, wait_for
 from tests.support.repository import ROOT
-from tests.support.runs import broken, run
+from tests.support.runs import broken, run, succeeded
 from trainer_lib.errors import CodeError
 from trainflow.tasks.tracking.notifying import Message, NotifySettings
 
@@ -84,8 +84,7 @@ def test_a_failed_and_a_finished_run_are_told(folder: Path, monkeypatch: pytest.
         assert "not today" in first
         assert "To: team@example.org" in first.replace("<", "").replace(">", "")
 
-        done = run(folder, *told, "train.args.seed=2", "evaluate.enabled=false")
-        done.raise_for_error()
+        done = succeeded(folder, *told, "train.args.seed=2", "evaluate.enabled=false")
         assert posts[1]["title"] == f"{done.run_name} finished"
         assert len(mails) == 2
 

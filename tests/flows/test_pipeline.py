@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from mlflow import MlflowClient
 
-from tests.support.runs import ALL, IN_PROCESS, broken, ran, reason, run, spec_of
+from tests.support.runs import ALL, IN_PROCESS, broken, ran, reason, run, spec_of, succeeded
 from tests.support.toy import RECIPE, project
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import CodeError, ConfigError
@@ -164,8 +164,7 @@ def test_sources_and_declared_paths_reach_the_recipe_resolved_from_any_folder(
     declared += "    also: list[Path]\n\n\nclass Words(TypedDict):\n    words: Path\n"
     broken(folder, "\n\ndef prepare", f"\n{declared}\n\ndef prepare")
     monkeypatch.chdir("/")
-    result = run(folder)
-    result.raise_for_error()
+    result = succeeded(folder)
     data, model, *_ = [each.manifest for each in result.stages]
     assert data is not None
     assert data["meta"]["info"] == {"slope": 2.0, "read": "77stdlib:json", "also": ["a b", "s3://bucket/x"]}
@@ -206,8 +205,7 @@ ENDLESS = """
 
 def test_a_check_goes_through_every_stage_and_leaves_real_results_alone(folder: Path) -> None:
     before = {path for path in folder.rglob("*") if path.is_file()}
-    result = run(folder, "limit=6", "publish.to=hf://nowhere/at-all")
-    result.raise_for_error()
+    result = succeeded(folder, "limit=6", "publish.to=hf://nowhere/at-all")
     assert ran(result) == ALL
     [data, model, *_] = (outcome.manifest or {} for outcome in result.stages)
     assert data["metrics"] == {"train_rows": 6, "test_rows": 6}
@@ -259,8 +257,7 @@ def test_a_failed_run_goes_on_at_its_failed_stage_with_what_it_had_made(folder: 
     assert "args.learning_rate: 0.01 -> 0.03" in sentence
     assert planned.warnings["prepare-data"] == []
 
-    result = run(folder, *ways, from_run=failed)
-    result.raise_for_error()
+    result = succeeded(folder, *ways, from_run=failed)
     assert ran(result) == {"evaluate", "predict", "push-to-hub"}
     assert {each.stage: each.reason for each in result.stages if each.status == "cached"} == {
         name: planned.reasons[name].reason for name in ("prepare-data", "train")
@@ -443,8 +440,7 @@ def test_with_devices_of_their_own_they_run_at_the_same_time_and_ctrl_c_stops_bo
 
     events: list[dict[str, Any]] = []
     with progress.subscribe(events.append):
-        result = run(folder, *BOTH, "tracking.enabled=true")
-    result.raise_for_error()
+        result = succeeded(folder, *BOTH, "tracking.enabled=true")
     assert ran(result) == {"evaluate", "predict"}
     assert [outcome.stage for outcome in result.stages][2:4] == ["evaluate", "predict"]
     assert all(outcome.seconds > 0 for outcome in result.stages[2:4])

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.runs import run
+from tests.support.runs import run, succeeded
 from tests.support.toy import RECIPE, project
 from trainflow.flows.cli import terminal
 
@@ -79,8 +79,7 @@ def test_secrets_are_nowhere_after_a_failed_run_and_a_whole_one(
         assert "broke" in str(failed.error)
         shown += [str(failed.error), json.dumps(failed.to_dict())]
         (folder / "broken").unlink()
-        result = run(folder, *more)
-    result.raise_for_error()
+        result = succeeded(folder, *more)
     shown.append(json.dumps(result.to_dict()))
     homes = [folder, Path(os.environ["HOME"]), Path(os.environ["PREFECT_HOME"])]
     files = {path: path.read_bytes() for home in homes for path in home.rglob("*") if path.is_file()}

@@ -12,7 +12,7 @@ import pytest
 
 from tests.support import toy
 from tests.support.command import Cli
-from tests.support.runs import IN_PROCESS, broken, run, run_of
+from tests.support.runs import IN_PROCESS, broken, run_of, succeeded
 from trainer_lib.base.json_text import seal_of
 from trainer_lib.errors import ConfigError, NotReproducibleError
 from trainflow.flows.lineage.lineage_chain import find_chain
@@ -79,8 +79,7 @@ def test_other_numbers_are_judged_by_the_tolerance(folder: Path, tmp_path: Path)
 def test_other_data_ends_it_before_training(folder: Path, tmp_path: Path) -> None:
     rows = folder / "rows.csv"
     rows.write_text("1\n")
-    result = run(folder, f"prepare.sources=[{rows}]")
-    result.raise_for_error()
+    result = succeeded(folder, f"prepare.sources=[{rows}]")
     assert result.report_url is not None
     chain = find_chain(result.report_url.rpartition("/")[0])
     again = tmp_path / "again"
@@ -128,8 +127,7 @@ FORGETFUL = FORGETFUL.replace("y = self.linear(", "self.n += self.training; y = 
 def test_equal_runs_are_proved_and_the_verdict_is_sealed(tmp_path: Path, cli: Cli) -> None:
     spec, verdict = toy.project(tmp_path), tmp_path / "verdict.json"
     words = (IN_PROCESS[0], "train.launch.processes=1", "--kill", "--at", "7", "-o", verdict)
-    done = cli("prove-resume", spec, *words)
-    assert done.code == 0, done.err
+    done = cli("prove-resume", spec, *words).ok()
     assert "equal  toy: 8 steps, stopped by SIGKILL after step 7, resumed from 4" in done.out
     found: dict[str, Any] = json.loads(verdict.read_text())
     assert (found["verdict"], found["resumed_from"], found["compared"]["checkpoints"]) == ("equal", 4, [4, 8])

@@ -14,7 +14,7 @@ from prefect.serializers import JSONSerializer
 from pydantic import Field
 
 from examples.own_flow.flow import count_rows, own_flow
-from tests.support.runs import ran, reason, run, spec_of
+from tests.support.runs import ran, reason, run, spec_of, succeeded
 from tests.support.toy import project
 from trainer_lib.errors import ConfigError
 from trainer_lib.protocol.requests import PreparedSplit, Request
@@ -143,8 +143,7 @@ def test_a_sixth_stage_is_planned_run_tracked_shown_and_cached(folder: Path) -> 
 
     events: list[dict[str, Any]] = []
     with progress.subscribe(events.append):
-        first = run(folder, "tracking.enabled=true")
-    first.raise_for_error()
+        first = succeeded(folder, "tracking.enabled=true")
     assert ran(first) == {"count-all-rows"}, "the other five are committed"
     shown = [event for event in events if event["stage"] == "count-all-rows"]
     assert [event["status"] for event in shown if event["event"] == "stage"] == ["started", "committed"]

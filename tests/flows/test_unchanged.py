@@ -23,7 +23,7 @@ from prefect.states import Running
 from tests.support import toy
 from tests.support.command import Cli, python
 from tests.support.recorded import leave_sign
-from tests.support.runs import ALL, IN_PROCESS, broken, ran, run
+from tests.support.runs import ALL, IN_PROCESS, broken, ran, run, succeeded
 from trainer_lib.base.yaml_text import parse_yaml
 from trainer_lib.checkpoint.catalogue import list_checkpoints
 from trainer_lib.errors import ConfigError, NewerVersionError, TrainflowError
@@ -245,8 +245,7 @@ def test_a_run_goes_on_on_a_machine_that_has_its_storage_alone(tmp_path: Path, p
     assert nothing.code == 2
     assert "neither a single spec nor .trainflow" in nothing.err
 
-    done = cli("resume", "--storage", storage, "--json", cwd=elsewhere, env={**env, "REPAIRED": "1"})
-    assert done.code == 0, done.out + done.err
+    done = cli("resume", "--storage", storage, "--json", cwd=elsewhere, env={**env, "REPAIRED": "1"}).ok()
     assert f"The recipe is the one that the run kept: {elsewhere / 'cache'}" in done.err
     assert "Changed since" not in done.err
     answer = json.loads(done.out)
@@ -432,8 +431,7 @@ def test_a_ledger_that_cannot_be_read_is_named_and_the_stage_goes_on(folder: Pat
             warnings.append(event["message"])
 
     with progress.subscribe(listen):
-        result = run(folder, *TRAINING)
-    result.raise_for_error()
+        succeeded(folder, *TRAINING)
     [told] = [warning for warning in warnings if "earlier attempts" in warning]
     assert f"0001.end.json in {train / 'attempts'}" in told
 

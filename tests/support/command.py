@@ -39,6 +39,11 @@ class Done:
     out: str
     err: str
 
+    def ok(self) -> Done:
+        """Itself, which has to have ended well."""
+        assert self.code == 0, self.out + self.err
+        return self
+
     def failure(self, code: int = 2, title: str = "bad input") -> dict[str, str]:
         """The message with which it failed, by its rows; checked for what every message must have."""
         assert self.code == code, self.out + self.err

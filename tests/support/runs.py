@@ -29,6 +29,12 @@ def run(folder: Path, *overrides: str, **how: Any) -> PipelineResult:
     return run_pipeline(spec_of(folder, *overrides), **how)
 
 
+def succeeded(folder: Path, *overrides: str, **how: Any) -> PipelineResult:
+    """The result of a run without an error."""
+    (result := run(folder, *overrides, **how)).raise_for_error()
+    return result
+
+
 def ran(result: PipelineResult) -> set[str]:
     return {outcome.stage for outcome in result.stages if outcome.status == "ran"}
 
