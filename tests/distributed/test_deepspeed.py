@@ -355,12 +355,14 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def in_one_group(folder: str) -> dict[str, Any]:
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
     built(f"{folder}/built")
     found = {
         "members": members(f"{folder}/members"),
         "rates": rates(f"{folder}/rates"),
         "exchanges": exchanges(f"{folder}/exchanges"),
-        "keys": keys_of_the_library(),
+        "keys": {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()},
     }
     refused(f"{folder}/refused")
     return found
@@ -542,12 +544,6 @@ def test_the_examples_spec_asks_for_stage_two() -> None:
     args = TrainingArguments.from_dict(load_spec(ROOT / "examples" / "digits" / "zero.yaml").train.args)
     adopted = adopt(args)
     assert (adopted.stage, args.max_grad_norm, adopted.zero["reduce_bucket_size"]) == (2, 1.0, 1e6)
-
-
-def keys_of_the_library() -> set[str]:
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    return {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
 
 
 def test_every_key_of_the_installed_version_is_decided_on(together: list[dict[str, Any]]) -> None:

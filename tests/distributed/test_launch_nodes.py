@@ -91,8 +91,9 @@ class Leader:
         return [event for event in self.events if event["event"] == kind]
 
 
-def kill_agent() -> None:
-    [note] = Path(tempfile.gettempdir()).glob(f"trainflow-{os.getuid()}/*/agent.pid")
+def kill(folder: Path | str, name: str) -> None:
+    """Kill a process, found by the file that it wrote below `folder`."""
+    [note] = Path(folder).glob(f"trainflow-{os.getuid()}/*/{name}.pid")
     os.kill(int(note.read_text().split()[0]), signal.SIGKILL)
 
 
@@ -102,18 +103,12 @@ def assert_logged_once(asked: Request[Any]) -> None:
     assert [entry["step"] for entry in history if "loss" in entry] == [10, 20, 30]
 
 
-def worker_pid(folder: Path, rank: int) -> int:
-    """The process of a rank, found by the file it wrote below `folder`."""
-    [note] = folder.glob(f"trainflow-{os.getuid()}/*/worker-{rank}.pid")
-    return int(note.read_text().split()[0])
-
-
 def test_whatever_is_killed_both_machines_train_what_two_processes_train(
     tmp_path: Path, asked: Any, uninterrupted_weights: str, endpoint: str, join: Join
 ) -> None:
     """First a worker of the other machine, then the leading machine's agent."""
     follower = join()
-    kills = {2: lambda: os.kill(worker_pid(tmp_path / "other", 1), signal.SIGKILL), 4: kill_agent}
+    kills = {2: lambda: kill(tmp_path / "other", "worker-1"), 4: lambda: kill(tempfile.gettempdir(), "agent")}
     leader = Leader(endpoint, kills)
     result = leader(asked, env={"STEP_S": "0.05"}, max_restarts=2)
     worker, agent = (event["message"] for event in leader.told("warning"))

@@ -236,12 +236,9 @@ def test_what_a_training_asks_for_is_served_in_divided_layers(tmp_path: Path) ->
             for results in ranks:
                 close(results[name], expected)
         if len(sizes) == 1:
-            assert ranks[0]["network"]["divided"] == sorted(f"{name}.{part}" for name, part in _divided_parts())
-
-
-def _divided_parts() -> list[tuple[str, str]]:
-    weights = [(name, "weight") for name in ("up", "down", "head", "embedding")]
-    return [*weights, ("up", "bias"), ("head", "bias")]  # the bias behind a sum stays whole
+            weights = [f"{name}.weight" for name in ("up", "down", "head", "embedding")]
+            # The bias behind a sum stays whole.
+            assert ranks[0]["network"]["divided"] == sorted([*weights, "up.bias", "head.bias"])
 
 
 def counted(folder: str, cases: Mapping[str, dict[str, Any]]) -> dict[str, float]:

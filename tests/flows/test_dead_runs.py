@@ -180,12 +180,9 @@ def flow_run(holder: Holder, *states: Any) -> uuid.UUID:
         run_id = client.create_flow_run(pipeline).id
         for state in (Running(), *states):
             client.set_flow_run_state(run_id, state, force=True)
-        client.update_flow_run(run_id, tags={tag_of(holder)})
+        tag = f"trainflow-process={holder.machine}|{holder.pid}|{holder.started}|{holder.since}"
+        client.update_flow_run(run_id, tags={tag})
     return run_id
-
-
-def tag_of(holder: Holder) -> str:
-    return f"trainflow-process={holder.machine}|{holder.pid}|{holder.started}|{holder.since}"
 
 
 def state_of(run_id: uuid.UUID) -> str:

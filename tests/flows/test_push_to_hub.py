@@ -108,8 +108,7 @@ def test_a_model_of_conversations_tells_its_bases_licence_and_quotes_none_of_the
     assert [path.name for path in published.rglob("assets/**/*.*")] == ["tokenizer.json"]
 
 
-def _outcomes(storage: str) -> dict[str, Any]:
-    """Inputs whose evaluation has kept what the model got right and wrong of the split test."""
+def test_pictures_lie_where_the_cards_link_to_and_rows_are_shown_to_who_asks_for_them(storage: str) -> None:
     kept = {
         "kind": "classes",
         "matrix": [[7, 1], [0, 12]],
@@ -121,11 +120,7 @@ def _outcomes(storage: str) -> dict[str, Any]:
     metrics = {"test": {"accuracy": 0.95, "accuracy_low": 0.9, "accuracy_high": 1.0}}
     facts = EvaluateFacts(confidence=0.9)
     evaluation = _stage(storage, "evaluate", {"m": 1}, files, metrics=metrics, facts=facts)
-    return {**_inputs(storage), "evaluation": evaluation}
-
-
-def test_pictures_lie_where_the_cards_link_to_and_rows_are_shown_to_who_asks_for_them(storage: str) -> None:
-    inputs = _outcomes(storage)
+    inputs = {**_inputs(storage), "evaluation": evaluation}
     published = Path(_push(storage, PublishConfig(), inputs).facts.published_url)
     for folder in (published, published.parent.parent):  # the revision, and the card above all revisions
         card = (folder / "README.md").read_text()

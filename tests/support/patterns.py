@@ -120,16 +120,16 @@ def outcome(pattern: Pattern, lib: Any, folder: Path) -> dict[str, Any]:
     one = pattern(Make(lib, folder))
     if one.state.global_step == 0:
         one.train()
+    left_out = getattr(one, "leaves_out", ())
     return {
         "weights": {name: value.detach().clone() for name, value in one.model.state_dict().items()},
-        "logs": [_comparable(entry, getattr(one, "leaves_out", ())) for entry in one.state.log_history],
+        "logs": [
+            {name: value for name, value in entry.items() if not name.endswith(_UNEQUAL) and name not in left_out}
+            for entry in one.state.log_history
+        ],
         "seen": copy.copy(getattr(one, "seen", [])),
         "step": one.state.global_step,
     }
-
-
-def _comparable(entry: dict[str, Any], leaves_out: tuple[str, ...]) -> dict[str, Any]:
-    return {name: value for name, value in entry.items() if not name.endswith(_UNEQUAL) and name not in leaves_out}
 
 
 @contextlib.contextmanager
