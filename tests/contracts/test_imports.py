@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import repository
+from tests.support.command import python
 from tests.support.repository import ROOT
 
 HEAVY = {"torch", "accelerate", "datasets", "deepspeed", "safetensors", "transformers"}
@@ -59,9 +60,7 @@ print(json.dumps(broken))
 
 def _broken(names: Iterable[str], left_out: set[str]) -> dict[str, list[str]]:
     """Import modules one after the other in a new process; return what each brought that is left out."""
-    command = [sys.executable, "-c", PROGRAM, json.dumps(list(names)), json.dumps(sorted(left_out))]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    done = python("-c", PROGRAM, json.dumps(list(names)), json.dumps(sorted(left_out)))
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     return found
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def _loaded() -> Iterator[None]:
 
 
 def in_one_group(folder: str) -> dict[str, Any]:
-    parts = (gathering_steps, gathering_loops, with_own_loaders, mean_losses)
+    parts: tuple[Callable[[str], Any], ...] = (gathering_steps, gathering_loops, with_own_loaders, mean_losses)
     return {part.__name__: part(f"{folder}/{part.__name__}") for part in parts}
 
 

@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.command import cli as cli
 from tests.support.once import once_per_run
-from tests.support.prefect_home import prefect_server as prefect_server
 from tests.support.runs import ALL, IN_PROCESS, ran
 from tests.support.toy import project
 from trainer_lib.model_folder.locate import trust_storage

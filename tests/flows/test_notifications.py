@@ -142,10 +142,15 @@ def test_the_automation_of_the_page_reports_a_crashed_run(server: Server, tmp_pa
 
     page = (ROOT / "docs" / "operations.md").read_text(encoding="utf-8")
     shown: Any = re.search(r"```yaml\n# crashed.yaml\n(.*?)```", page, re.DOTALL)
+
+    def crashed() -> bool:
+        called("crash")
+        time.sleep(2)  # the server's own loop takes the automation up within seconds
+        return bool(posts)
+
     with webhook() as (hook, posts):
         block = called("block", hook.replace("json://", "http://"))
         (tmp_path / "crashed.yaml").write_text(shown[1].replace("block_document_id: ID", f"block_document_id: {block}"))
         server.prefect("automation", "create", "--from-file", str(tmp_path / "crashed.yaml"))
-        # The server's own loop takes the automation up within seconds.
-        wait_for("the message", lambda: called("crash") or time.sleep(2) or posts)
+        wait_for("the message", crashed)
     assert posts[0] == {"text": "wine-7 crashed: It died."}

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -73,13 +72,6 @@ def spec_of(folder: Path, *overrides: str) -> PipelineSpec:
 def files(folder: Path) -> dict[str, bytes]:
     """What lies in a project's storage, without the folders of signs of life, which are empty again."""
     return {str(path): path.read_bytes() for path in sorted((folder / "store").rglob("*")) if path.is_file()}
-
-
-def sign_of_a_dead_process(storage: str, run_id: str, flow_run: uuid.UUID | None = None) -> Store:
-    """Leave the sign of a process that died at a run; returns the run's folder."""
-    folder = run_folder(storage, run_id)
-    leave_sign(folder, GONE, name="before", flow_run_id=str(flow_run) if flow_run else None)
-    return folder
 
 
 def test_it_needs_no_engine_and_changes_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +151,8 @@ def test_after_a_death_prefect_learns_of_it_once_and_the_next_command_needs_no_e
         spec = spec_of(folder)
         complete = result_if_unchanged(spec)
         assert complete is not None
-        run = sign_of_a_dead_process(spec.storage, complete.pipeline_key[:16], dead.id)
+        run = run_folder(spec.storage, complete.pipeline_key[:16])
+        leave_sign(run, GONE, name="before", flow_run_id=str(dead.id))
         assert result_if_unchanged(spec) is None
         assert run_pipeline(spec).ok
         assert client.read_flow_run(dead.id).state_name == "Crashed"

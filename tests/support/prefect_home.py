@@ -11,6 +11,7 @@ import psutil
 import pytest
 
 from tests.support import police
+from tests.support.command import cli as cli
 from tests.support.command import command_words, engine, python
 from tests.support.once import once_per_run
 
