@@ -83,6 +83,17 @@ def test_a_conversation_that_is_too_long_is_refused_and_stays(loaded: LoadedMode
     assert say(chat, "one?")
 
 
+def test_a_model_of_judged_answers_that_does_not_say_its_length_reads_as_training_did(tmp_path: Path) -> None:
+    row = {"prompt": [USER], "chosen": [ANSWER], "rejected": [{**ANSWER, "content": "2"}]}
+    (tmp_path / "pairs.jsonl").write_text(f"{json.dumps(row)}\n" * 8)
+    config = {"model_type": "bloom", "hidden_size": 32, "n_layer": 1, "n_head": 2}
+    options = {"vocabulary": 300, "max_length": 96, "config": config, "split": OPTIONS["split"]}
+    publish_recipe(tmp_path, "preference-optimization", tmp_path / "pairs.jsonl", options, {})
+    loaded: Any = load_model(str(tmp_path), trust_code=True)
+    del loaded.model.config.max_position_embeddings  # as of one that was loaded
+    assert "the model reads 96" in str(refusal(lambda: say(Chat(loaded), "one? " * 90)))
+
+
 def test_the_base_answers_beside_the_model(tmp_path: Path, loaded: LoadedModel) -> None:
     with pytest.raises(ConfigError, match="began with weights at random"):
         Chat(loaded).answer("one?", print, heading=print)
@@ -91,9 +102,8 @@ def test_the_base_answers_beside_the_model(tmp_path: Path, loaded: LoadedModel) 
     ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id, "bos_token_id": None}
     new_causal_model(TINY, length=96, vocabulary=len(tokenizer), ends=ends).save_pretrained(base)
     place = {"folder": str(base)}
-    chat = Chat(
-        load_model(publish(tmp_path / "tuned", place, template="chatml", **place), trust_code=True), new_tokens=NEW
-    )
+    tuned = load_model(publish(tmp_path / "tuned", place, template="chatml", **place), trust_code=True)
+    chat = Chat(tuned, new_tokens=NEW)
     headings: list[str] = []
     spoken, beside = chat.answer("one?", lambda text: None, heading=headings.append)
     assert beside == spoken  # it was not trained
@@ -117,16 +127,15 @@ def test_lines_of_a_terminal_are_answered_and_obeyed(loaded: LoadedModel, capsys
 
 
 def test_the_command_answers_once(address: str, capsys: pytest.CaptureFixture[str]) -> None:
-    ask: Any = predicting.chat
-    answer = ask.__wrapped__(BareForm(), address, prompt="one?", new_tokens=NEW, trust="any").to_dict()
+    command: Any = predicting.chat
+    ask, settings = command.__wrapped__, {"prompt": "one?", "new_tokens": NEW, "trust": "any"}
+    answer = ask(BareForm(), address, **settings).to_dict()
     assert capsys.readouterr().out.strip() == answer["answer"]
     assert (answer["ok"], answer["whole"], answer["system"]) == (True, False, "brief"), "the limit ended it"
     assert answer["tokens"] == NEW
-    assert (
-        ask.__wrapped__(BareForm(as_json=True), address, prompt="one?", new_tokens=NEW, trust="any").to_dict() == answer
-    )
+    assert ask(BareForm(as_json=True), address, **settings).to_dict() == answer
     assert capsys.readouterr().out == ""
-    assert "nothing to answer" in str(refusal(lambda: ask.__wrapped__(BareForm(), address, prompt=" ")))
+    assert "nothing to answer" in str(refusal(lambda: ask(BareForm(), address, prompt=" ")))
 
 
 # -- predictions ------------------------------------------------------------------------------------------------------
