@@ -179,7 +179,7 @@ def _tokenize(
         counts["tokens_trained"] += int(trained[1:].sum())
         counts["ended_by_pad"] += pad is not None and bool((tokens[trained] == pad).any())
         yield Document(conversation.place, tokens, trained, conversation.source)
-    counts["answers_cut"] = cut.count
+    counts["answers_cut"] = cut.kinds.total()
     faults.require_few(count)
     cut.require_few(count)
     summarize(counts, faults)
@@ -199,7 +199,7 @@ def _summarize(out: PrepareOutput, split: str, counts: dict[str, int], faults: F
     share = counts["tokens_trained"] / max(counts["tokens_in"], 1)
     parts = [f"{split}: {counts['documents']:,} with {counts['tokens_in']:,} tokens, {share:.1%} of them trained"]
     kinds = (f"{count:,} {KINDS[kind]}" for kind, count in faults.kinds.most_common())
-    parts += [f"{faults.count:,} left out: {', '.join(kinds)}"] if faults.count else []
+    parts += [f"{faults.kinds.total():,} left out: {', '.join(kinds)}"] if faults.kinds else []
     parts += [f"{counts['documents_dropped']:,} dropped as too long"] if counts["documents_dropped"] else []
     parts += [f"{counts['answers_cut']:,} with answers that are cut"] if counts["answers_cut"] else []
     if counts["ended_by_pad"]:

@@ -40,8 +40,6 @@ if TYPE_CHECKING:
 
 # -- series and windows ------------------------------------------------------------------------------------------------
 FIELD = "prepare.options"
-MISSING = ("refuse", "previous")
-"""Treatments of missing steps and values: refused, or filled with the value before, which is never a target."""
 SPLIT: dict[str, Any] = {"validation": 0.1, "test": 0.2, "by": "time"}
 _DOZEN = 12
 _CLOSE = 1e-6  # of a step: numbers of a table are rounded
@@ -76,7 +74,7 @@ class SeriesTable:
     """
 
     def __init__(self, table: Table, columns: Sequence[str], options: Mapping[str, Any], *, targets: int) -> None:
-        require_choice(options["missing"], MISSING, field=f"{FIELD}.missing")
+        require_choice(options["missing"], ("refuse", "previous"), field=f"{FIELD}.missing")
         self._table, self._columns, self._options = table, columns, options
         self._time = table.require(options["time"], field=f"{FIELD}.time")
         table.refuse_gaps(self._time, "Give every row its time, or remove the row.")
@@ -359,7 +357,7 @@ DEFAULTS: dict[str, Any] = {
     "season": 1,  # steps after which the series is alike: 12 for months
     "step": None,  # of the times (h, D, W-MON, MS, or a number); None: found from the data
     "time_format": None,  # form of the times, as for strptime; None: numbers, or the one form that fits all of them
-    "missing": "refuse",  # steps and values that are missing; or previous (the value before)
+    "missing": "refuse",  # steps and values that are missing; or previous (the value before, which is no target)
     "stride": 1,  # steps from one training window to the next
     "held_out_stride": None,  # from one held-out window to the next; None: the horizon: values are forecast once
     "split": {},  # shares of the times: validation and test

@@ -26,21 +26,10 @@ class Spool:
     """A file without a name for the values of a table: in memory while it is small, then on the disk."""
 
     def __init__(self) -> None:
-        self._file = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed with the last value
+        self.file = tempfile.SpooledTemporaryFile(SPOOL_BYTES)  # noqa: SIM115 - closed with the last value
 
     def __del__(self) -> None:
-        self._file.close()
-
-    def write(self, data: bytes) -> int:
-        """Append data, and return its start."""
-        start = self._file.seek(0, 2)
-        self._file.write(data)
-        return start
-
-    def read(self, start: int, size: int) -> bytes:
-        """The data from a start on."""
-        self._file.seek(start)
-        return self._file.read(size)
+        self.file.close()
 
 
 _Chunk = list[Any] | tuple[Spool, int, int]
@@ -48,7 +37,11 @@ _Chunk = list[Any] | tuple[Spool, int, int]
 
 
 def _load(chunk: _Chunk) -> list[Any]:
-    return chunk if isinstance(chunk, list) else parse_json(zlib.decompress(chunk[0].read(*chunk[1:])), list)
+    if isinstance(chunk, list):
+        return chunk
+    spool, start, size = chunk
+    spool.file.seek(start)
+    return parse_json(zlib.decompress(spool.file.read(size)), list)
 
 
 class SpooledValues(Sequence[Any]):
@@ -79,7 +72,8 @@ class SpooledValues(Sequence[Any]):
         chunk: _Chunk = self._newest
         if all(value is None or type(value) in _PLAIN for value in self._newest):
             data = zlib.compress(json.dumps(self._newest).encode(), 1)
-            chunk = (self._spool, self._spool.write(data), len(data))
+            chunk = (self._spool, self._spool.file.seek(0, 2), len(data))
+            self._spool.file.write(data)
         self._chunks.append(chunk)
         self._ends.append(len(self))
         self._newest, self._bytes = [], 0

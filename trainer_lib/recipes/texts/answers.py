@@ -57,7 +57,6 @@ POLICY: dict[str, Any] = {
 """The settings of a model that begins as the reference, with their defaults."""
 CONTEXT = ("tools", "system")
 """Columns that conversations may have besides prompts and answers, as rows of supervised-fine-tuning have them."""
-_LOSSES = ("assistant", "last")
 _Scored = tuple[list[int], np.ndarray]  # tokens, and which of them are scored
 _TOGETHER = 16  # answers that the reference scores at a time
 
@@ -136,7 +135,7 @@ class AnsweredPrompts(TextRows):
         """
         chosen = self.options
         model_places.require_positions(chosen, "max_length", field=FIELD)
-        require_choice(chosen["loss_on"], _LOSSES, field=f"{FIELD}.loss_on")
+        require_choice(chosen["loss_on"], ("assistant", "last"), field=f"{FIELD}.loss_on")
         train = (texts[name][row] for row in self.splits["train"].tolist() for name in texts)
         if self.is_chat:
             turns = (turn for text in train for turn in turns_of(text, "user") if isinstance(turn, Mapping))

@@ -97,11 +97,6 @@ class Faults:
         self.kinds: Counter[str] = Counter()
         self._examples: list[str] = []
 
-    @property
-    def count(self) -> int:
-        """The number that is left out."""
-        return self.kinds.total()
-
     def add(self, place: str, what: str, kind: str = "row") -> None:
         """Count a conversation that is left out for a fault of one of `texts.templates.KINDS`."""
         self.kinds[kind] += 1
@@ -109,15 +104,15 @@ class Faults:
 
     def require_few(self, conversations: int) -> None:
         """Raise DataError where more are left out than may be, with the first ten of them."""
-        if self.count <= self.most * conversations:
+        if (count := self.kinds.total()) <= self.most * conversations:
             return
         lines = "".join(f"\n  {example}" for example in self._examples)
-        lines += f"\n  and {self.count - len(self._examples):,} more" if self.count > len(self._examples) else ""
+        lines += f"\n  and {count - len(self._examples):,} more" if count > len(self._examples) else ""
         what, allows = "cannot be trained on", "leave out"
         if self._setting != "faulty":
             what, allows = "would lose answers", "cut"
         raise DataError(
-            f"{counted(self.count, 'conversation')} of {conversations:,} {what}:{lines}\n",
+            f"{counted(count, 'conversation')} of {conversations:,} {what}:{lines}\n",
             field=f"{FIELD}.{self._setting}",
             value=self.most,
             remedy=f"Correct the rows; or set {FIELD}.{self._setting} to the share of conversations to {allows}.",

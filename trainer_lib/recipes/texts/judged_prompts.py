@@ -31,7 +31,6 @@ _DEFAULTS: dict[str, Any] = {
     "before": True,  # whether the model as it was before training answers as well
     "judge": "equal",  # when an answer is right: equal to an expected one, or contains it
 }
-_JUDGES = ("equal", "contains")
 _RESAMPLES = 2000
 _SHOWN_CHARACTERS = 2000
 
@@ -74,7 +73,7 @@ def answer_prompts(
     Raises ConfigError: an option is wrong, or a prompt and its answer exceed the `length` of the data.
     """
     chosen = choose(options, _DEFAULTS, field=FIELD)
-    require_choice(chosen["judge"], _JUDGES, field=f"{FIELD}.judge")
+    require_choice(chosen["judge"], ("equal", "contains"), field=f"{FIELD}.judge")
     prompts = [Prompt.read(entry) for entry in chosen["prompts"]]
     if not prompts:
         return {}
