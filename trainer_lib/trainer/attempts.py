@@ -87,10 +87,6 @@ class Attempts:
         self.url: str | None = None  # the checkpoint that the next attempt continues; None = the start
         self.halves = False  # short memory halves the micro-batch; several processes exchange more for it
 
-    def limit(self, batch_size: int) -> int:
-        """The micro-batch in samples: `batch_size`, or fewer where memory was short."""
-        return min(batch_size, self.allowed or batch_size)
-
     def adopt_limit(self, saved: Any) -> None:
         """Use the micro-batch that a checkpoint records, when it is smaller: memory need not run out again."""
         trainer = self._trainer

@@ -312,7 +312,8 @@ class DataMethods(TrainerBase):
     @property
     def _train_batch_size(self) -> int:
         """Samples of one micro-batch: as the arguments ask, or fewer where memory was short."""
-        return self._trainflow.attempts.limit(self._trainflow.world.train_batch_size(self.args))
+        size = self._trainflow.world.train_batch_size(self.args)
+        return min(size, self._trainflow.attempts.allowed or size)
 
     def num_examples(self, dataloader: Any) -> int:
         """Samples behind a loader: its dataset's length, else an estimate from its batches."""

@@ -355,7 +355,9 @@ class TrainingLoop:
             remedy = "Run it again: it starts from the beginning. Use another output_dir to save a stop."
             raise Preempted(what, remedy=remedy)
         _log.warning("A stop was requested: saving step %d.", step)
-        self._internals.checkpoints.save_and_stop()
+        run = self.current_run()
+        run.stopping = True
+        self._internals.checkpoints.save_now(run)
         what = f"Stopped on request at step {step}; a checkpoint of it is committed."
         raise Preempted(what, step=step, remedy='Continue with resume_from_checkpoint="auto".')
 

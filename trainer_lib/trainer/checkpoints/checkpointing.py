@@ -370,7 +370,7 @@ class Checkpoints:
         run = self._training_run()
         self.finish()
         if run.save_error is not None:
-            self._save_now(run)
+            self.save_now(run)
 
     def keep_best_alone(self) -> None:
         """After training, with `save_total_limit=1`: remove the newest checkpoint where another one is the best."""
@@ -387,13 +387,8 @@ class Checkpoints:
         except StorageError as error:
             _log.warning("The newest checkpoint could not be removed: %s", error)
 
-    def save_and_stop(self) -> None:
-        """Save the step at which training was asked to stop. Collective. Raises StorageError when it cannot be."""
-        run = self._training_run()
-        run.stopping = True
-        self._save_now(run)
-
-    def _save_now(self, run: TrainingRun) -> None:
+    def save_now(self, run: TrainingRun) -> None:
+        """Save this step, and wait until it is committed. Collective. Raises StorageError when it cannot be."""
         trainer = self._trainer
         trainer._save_checkpoint(trainer.model_wrapped, run.trial)
         self.finish()
