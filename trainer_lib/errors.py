@@ -308,11 +308,8 @@ def from_exception(error: BaseException, *, rank: int | None = None) -> Trainflo
     if isinstance(error, KeyboardInterrupt):
         return Interrupted("Interrupted.", **where)
     if is_out_of_memory(error):
-        return OutOfMemoryError(
-            f"Memory ran out: {text.splitlines()[0]}",
-            remedy="Lower per_device_train_batch_size; the global batch stays the same if global_batch_size is set.",
-            **where,
-        )
+        remedy = "Lower per_device_train_batch_size; the global batch stays the same if global_batch_size is set."
+        return OutOfMemoryError(f"Memory ran out: {text.splitlines()[0]}", remedy=remedy, **where)
     if is_full_disk(error):
         left = _free_bytes(error)
         message = f"No space left: {text}" if left is None else f"No space left, {left:,} bytes are free: {text}"

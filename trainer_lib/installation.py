@@ -197,12 +197,9 @@ def _refuse_early_imports(originals: Mapping[str, Any]) -> None:
     earlier = [f"the first import of {library}" for library in libraries]
     if "__main__" in names:
         earlier.append("that script's other imports")
-    raise ConfigError(
-        "These modules have imported the Trainer or TrainingArguments of transformers already, and would keep them.",
-        field="trainer_lib.install",
-        value=", ".join(names[:3]) + more,
-        remedy=f"Call trainer_lib.install() before {' and '.join(earlier)}.",
-    )
+    what = "These modules have imported the Trainer or TrainingArguments of transformers already, and would keep them."
+    shown, remedy = ", ".join(names[:3]) + more, f"Call trainer_lib.install() before {' and '.join(earlier)}."
+    raise ConfigError(what, field="trainer_lib.install", value=shown, remedy=remedy)
 
 
 def _importing_modules(originals: Mapping[str, Any]) -> Iterator[str]:

@@ -141,9 +141,8 @@ class TrainerState:
             DamagedError: `values` is not a mapping, or a field has a value that it cannot have.
         """
         if not isinstance(values, Mapping):
-            raise DamagedError(
-                "The file trainer_state.json does not hold a mapping.", remedy="Resume from another checkpoint."
-            )
+            what, remedy = "The file trainer_state.json does not hold a mapping.", "Resume from another checkpoint."
+            raise DamagedError(what, remedy=remedy)
         known = {attribute.name for attribute in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         # Checked here, because a wrong value would otherwise fail in the middle of the training that uses it.

@@ -279,11 +279,11 @@ class Store:
                     digest.update(piece)
                     size += len(piece)
             if expect is not None and (size, digest.hexdigest()) != (expect.size, expect.sha256):
-                raise DamagedError(
-                    f"The file is not the committed one ({size:,} bytes instead of {expect.size:,}, or other content).",
-                    field=self._where(rel),
-                    remedy="Restore it, or make it again with --force.",
+                what = (
+                    f"The file is not the committed one ({size:,} bytes instead of {expect.size:,}, or other content)."
                 )
+                remedy = "Restore it, or make it again with --force."
+                raise DamagedError(what, field=self._where(rel), remedy=remedy)
             draft.replace(local)  # in one step, after the check: a reader never sees a part of the file
         except OSError as error:
             raise typed_error(error, "download to", str(local)) from error

@@ -132,13 +132,10 @@ def compare(candidate: str, score: Score | None, champion: str | None, best: Sco
         reason = f"Nothing is known of how {who} scored: set register.metric and evaluate."
         return verdict(promoted=False, reason=reason)
     if (score.metric, score.rows) != (best.metric, best.rows):
-        what = f"by {best.metric}" if score.metric != best.metric else "on other rows"
-        raise ConfigError(
-            f"The champion, version {champion}, was measured {what}, so version {candidate} cannot be compared.",
-            field="promote",
-            value=f"{score.metric} on rows {score.rows[:12]}, champion: {best.metric} on rows {best.rows[:12]}",
-            remedy="Evaluate both models on the same rows.",
-        )
+        how = f"by {best.metric}" if score.metric != best.metric else "on other rows"
+        what = f"The champion, version {champion}, was measured {how}, so version {candidate} cannot be compared."
+        value = f"{score.metric} on rows {score.rows[:12]}, champion: {best.metric} on rows {best.rows[:12]}"
+        raise ConfigError(what, field="promote", value=value, remedy="Evaluate both models on the same rows.")
     sign = 1 if score.is_greater_better else -1
     differences = sorted(sign * (one - other) for one, other in zip(score.resampled, best.resampled, strict=False))
     difference, count = sign * (score.value - best.value), len(differences)
@@ -236,14 +233,10 @@ def roll_back(client: Any, name: str, *, alias: str = CHAMPION) -> tuple[str, st
     current = find_alias(client, name, alias)
     before = None if current is None else client.get_model_version(name, current).tags.get(BEFORE_TAG)
     if current is None or before is None:
-        raise ConfigError(
-            f"No version of {name} has the alias {alias}."
-            if current is None
-            else f"Version {current} is the first {alias} of {name}.",
-            field="rollback",
-            value=name,
-            remedy="trainflow models lists the versions; trainflow promote moves the alias.",
-        )
+        is_first = f"Version {current} is the first {alias} of {name}."
+        what = f"No version of {name} has the alias {alias}." if current is None else is_first
+        remedy = "trainflow models lists the versions; trainflow promote moves the alias."
+        raise ConfigError(what, field="rollback", value=name, remedy=remedy)
     client.set_registered_model_alias(name, alias, before)
     return before, current
 

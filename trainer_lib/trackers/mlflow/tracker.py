@@ -107,10 +107,10 @@ class MLflowTracker:
         # A stage of a pipeline loses at most a second to MLflow.
         patience = (1.0, 0.5) if TRACKED_RUN in os.environ else (CLOSE_S, REQUEST_S)
         if shipper is not None and not shipper.close(*patience):
-            _log.warning(
-                "MLflow did not accept all metrics; the rest is kept in %s, and the next training with it delivers it.",
-                self._root,
+            what = (
+                "MLflow did not accept all metrics; the rest is kept in %s, and the next training with it delivers it."
             )
+            _log.warning(what, self._root)
 
     def _open(self) -> None:
         if self._root is None or self._head is None:
