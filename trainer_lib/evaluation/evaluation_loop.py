@@ -83,7 +83,7 @@ class EvaluationLoop:
         and the number of samples on every rank. A user's loader of length 0 gives neither predictions nor metrics:
         subclasses measure in another way then. Raises DataError for data without samples.
         """
-        hooks = self._hooks
+        hooks, internals = self._hooks, self._hooks.internals
         if not isinstance(loader, EvalLoader | IterableLoader) and has_length(loader) and len(loader) == 0:
             return EvalLoopOutput(None, None, {}, 0)
         model = hooks.evaluation_model()
@@ -94,12 +94,18 @@ class EvaluationLoop:
                 if not micro.real and hooks.steps_together:
                     # The collectives of the other ranks' steps: forwards of sharded models, gathers of overrides.
                     dummy = loader.dummy_batch() if isinstance(loader, EvalLoader) else micro.batch
-                    hooks.dummy_prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
+                    internals.accelerator.in_dummy_batch = True  # `gather_for_metrics` takes nothing of it
+                    try:
+                        hooks.trainer.prediction_step(model, dummy, self._loss_only, ignore_keys=self._ignore_keys)
+                    finally:
+                        internals.accelerator.in_dummy_batch = False
                 # No variable holds the outputs: it would keep them alive while the next batch is computed.
                 self._gather(
                     self._predict(model, micro.batch, micro.samples) if micro.real else None, last=following is None
                 )
-                hooks.end_prediction_step()
+                internals.events.fire("on_prediction_step")
+                if internals.stop is not None:  # in training, which all ranks may have agreed to stop
+                    internals.stop.check_in_evaluation()
             return self._finish(prefix)
         finally:
             self._spool.close()

@@ -85,23 +85,6 @@ class Evaluator:
         own = self.internals.signatures.prediction_is_default
         return self.internals.engine.strategy.forward_communicates or (self.internals.comm.world_size > 1 and not own)
 
-    def dummy_prediction_step(
-        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
-    ) -> None:
-        """Call the Trainer's `prediction_step` with a dummy batch, of which `gather_for_metrics` takes nothing."""
-        accelerator = self.internals.accelerator
-        accelerator.in_dummy_batch = True
-        try:
-            self.trainer.prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
-        finally:
-            accelerator.in_dummy_batch = False
-
-    def end_prediction_step(self) -> None:
-        """Fire `on_prediction_step`; in training, stop here when all ranks have agreed to."""
-        self.internals.events.fire("on_prediction_step")
-        if self.internals.stop is not None:
-            self.internals.stop.check_in_evaluation()
-
     def evaluation_model(self, *, alone: bool = False) -> nn.Module:
         """The model in evaluation mode; outside training cast as a whole when the arguments ask for it.
 
