@@ -360,6 +360,44 @@ def is_out_of_memory(error: BaseException) -> bool:
     return "RuntimeError" in names and ("out of memory" in text or "can't allocate memory" in text)
 
 
+# Classes of torch.distributed by name (no torch is imported here), and what gloo and NCCL write into a RuntimeError.
+_LOST_CLASSES = frozenset({"DistBackendError", "DistNetworkError", "DistStoreError"})
+_TIMEOUT_TEXTS = ("timed out waiting", "application timeout caused pair closure", "collective operation timeout")
+_LOST_TEXTS = (
+    *_TIMEOUT_TEXTS,
+    *("connection closed by peer", "connection reset by peer", "broken pipe", "socket timeout"),
+    *("gloo/transport", "gloo/rendezvous", "nccl error"),
+)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether a collective raised `error`, or what it was raised from, because another rank is gone: not a cause."""
+    if isinstance(error, TrainflowError):
+        cause = error.__cause__
+        return isinstance(error, InfrastructureError) and cause is not None and is_lost_peer(cause)
+    if is_out_of_memory(error):  # NCCL reports it as an error of its own
+        return False
+    names = {cls.__name__ for cls in type(error).__mro__}
+    text = str(error).lower()
+    return bool(names & _LOST_CLASSES) or ("RuntimeError" in names and any(sign in text for sign in _LOST_TEXTS))
+
+
+def is_collective_timeout(error: BaseException) -> bool:
+    """Return whether a collective waited in vain for a rank that is still there, as far as its error says."""
+    if isinstance(error, TrainflowError):
+        cause = error.__cause__
+        return is_lost_peer(error) and cause is not None and is_collective_timeout(cause)
+    return is_lost_peer(error) and any(sign in str(error).lower() for sign in _TIMEOUT_TEXTS)
+
+
+def lost_peer_error(error: BaseException, *, rank: int) -> InfrastructureError | None:
+    """Return the typed failure when a collective raised `error` because another rank is gone; None otherwise."""
+    if isinstance(error, TrainflowError) or not is_lost_peer(error):
+        return None
+    what = f"Another process of this job ended or stopped answering: {first_line(error)}"
+    return InfrastructureError(what, rank=rank, remedy="Look at the failure of the process that ended first.")
+
+
 def first_line(error: BaseException) -> str:
     """The first line of an error's message, at most 300 characters; its class without one. Never empty.
 

@@ -21,8 +21,6 @@ from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import Layout
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.distributed import communicator as distributed
-from trainer_lib.distributed import in_flight
-from trainer_lib.distributed.agreement import is_lost_peer, lost_peer_error
 from trainer_lib.distributed.communicator import SingleProcess, choose_device
 from trainer_lib.distributed.precision import apply_tf32, create_precision, full_eval_dtype
 from trainer_lib.errors import (
@@ -33,6 +31,8 @@ from trainer_lib.errors import (
     StorageError,
     first_line,
     from_exception,
+    is_lost_peer,
+    lost_peer_error,
 )
 from trainer_lib.protocol.footprint import STRATEGIES, Footprint, ModelSize, footprints
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
@@ -269,28 +269,28 @@ def test_a_lost_peer_is_recognized_by_class_or_text(error: Exception, is_lost: b
 
 @pytest.fixture(autouse=True)
 def nothing_remembered() -> Iterator[None]:
-    in_flight._recent.clear()
+    distributed._recent.clear()
     yield
-    in_flight._recent.clear()
+    distributed._recent.clear()
 
 
 def test_a_thread_that_never_drops_its_tensor_delays_the_end_no_longer_than_the_limit() -> None:
-    held = in_flight.remember(torch.zeros(1))
-    assert not in_flight.wait_until_released(0.05)
+    held = distributed.remember(torch.zeros(1))
+    assert not distributed.wait_until_released(0.05)
     assert held.item() == 0
-    in_flight._recent.clear()
+    distributed._recent.clear()
     # Large tensors are not kept alive, and small ones only the newest.
-    in_flight.remember(torch.zeros(1_000_000))
-    assert not in_flight._recent
+    distributed.remember(torch.zeros(1_000_000))
+    assert not distributed._recent
     for _ in range(1_000):
-        in_flight.remember(torch.zeros(1))
-    assert len(in_flight._recent) == 64
-    assert in_flight.wait_until_released(5)
+        distributed.remember(torch.zeros(1))
+    assert len(distributed._recent) == 64
+    assert distributed.wait_until_released(5)
 
 
 def test_the_group_ends_after_the_threads_have_dropped_what_they_held(monkeypatch: pytest.MonkeyPatch) -> None:
     distributed.form_alone(torch.device("cpu"))
-    held = [in_flight.remember(torch.zeros(1))]
+    held = [distributed.remember(torch.zeros(1))]
     held_at_the_end: list[int] = []
     end = dist.destroy_process_group
 
@@ -309,13 +309,13 @@ def test_the_group_ends_after_the_threads_have_dropped_what_they_held(monkeypatc
 
 def test_a_tensor_in_the_frames_of_an_error_that_is_over_does_not_delay_the_end() -> None:
     distributed.form_alone(torch.device("cpu"))
-    cycle: list[object] = [in_flight.remember(torch.zeros(1))]
+    cycle: list[object] = [distributed.remember(torch.zeros(1))]
     cycle.append(cycle)
     del cycle
     started = time.monotonic()
     distributed.shutdown()
     assert time.monotonic() - started < distributed._LEAVE_S
-    assert not in_flight._recent
+    assert not distributed._recent
 
 
 @pytest.mark.parametrize(

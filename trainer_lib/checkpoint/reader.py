@@ -16,7 +16,7 @@ import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
@@ -28,13 +28,10 @@ from trainer_lib.checkpoint.optimizer import OptimizerSnapshot
 from trainer_lib.checkpoint.sharded import ShardedTensors, index_file
 from trainer_lib.checkpoint.tensors import read_safetensors, write_safetensors
 from trainer_lib.checkpoint.values import from_json
-from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import Communicator, run_on_all_ranks
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
 from trainer_lib.storage.commit import COMMIT, verify_files
-
-if TYPE_CHECKING:
-    from trainer_lib.distributed.communicator import Communicator
 
 ShareTensors = Callable[[Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
 """Takes a function that reads tensors and returns the tensors, for instance read on one rank for all."""

@@ -21,7 +21,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,13 +39,10 @@ from trainer_lib.checkpoint.tensors import (
     write_header,
     write_safetensors,
 )
-from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import Communicator, run_on_all_ranks
 from trainer_lib.distributed.sharding import Box, LazyTensors, LocalPart, is_sharded, local_part, whole_box
 from trainer_lib.errors import InfrastructureError, NotReproducibleError
 from trainer_lib.storage import DigestingWriter, FileEntry, Store
-
-if TYPE_CHECKING:
-    from trainer_lib.distributed.communicator import Communicator
 
 _AHEAD = 64 * 2**20
 """Bytes that are requested at a time (at least one block): remote stores serve the ranges of a request in parallel."""

@@ -38,7 +38,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -48,16 +48,13 @@ from trainer_lib.checkpoint.sharded import build_index, compare_copies, write_sh
 from trainer_lib.checkpoint.snapshot import HostCopy, Snapshot, estimate_bytes, freeze_snapshot
 from trainer_lib.checkpoint.tensors import write_safetensors
 from trainer_lib.checkpoint.values import render_json, to_json
-from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import Communicator, run_on_all_ranks
 from trainer_lib.errors import ConfigError, LeaseLostError, StorageError, StorageFullError, TrainflowError
 from trainer_lib.locks.claim import claim_folder, holds_claim, is_claim, release_claim
 from trainer_lib.locks.lease import Holder
 from trainer_lib.secrets import mask_value
 from trainer_lib.storage import FileEntry, Store, relative_problem
 from trainer_lib.storage.commit import COMMIT, Commit, write_commit
-
-if TYPE_CHECKING:
-    from trainer_lib.distributed.communicator import Communicator
 
 WriteFiles = Callable[[Path], None]  # writes files into a local folder; called on every rank
 

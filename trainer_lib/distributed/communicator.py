@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import importlib.util
 import itertools
 import json
@@ -20,10 +21,11 @@ import os
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import numpy as np
 import torch
@@ -33,12 +35,12 @@ from typing_extensions import override
 from trainer_lib.arguments import environment
 from trainer_lib.arguments.environment import Ranks
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.distributed import in_flight
-from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_record
+from trainer_lib.errors import ConfigError, InfrastructureError, TrainflowError, from_exception, from_record
 
 if TYPE_CHECKING:
     from trainer_lib.arguments import TrainingArguments
 
+Result = TypeVar("Result")
 _log = logging.getLogger(__name__)
 _failed = False  # whether an exception that the program did not catch is ending it
 
@@ -79,7 +81,6 @@ class DataParallel(NamedTuple):
     size: int
 
 
-@runtime_checkable
 class Communicator(Protocol):
     """Messages between ranks other than gradients. Every method is collective: all ranks call it, in the same order.
 
@@ -154,6 +155,80 @@ def sum_over_data(comm: Communicator, values: list[int]) -> list[int]:
     return [total // sharers(comm) for total in comm.sum_ints(values)]
 
 
+def run_on_all_ranks(comm: Communicator, work: Callable[[], Result]) -> Result:
+    """Run `work` on every rank, and return its result or raise the error of the lowest rank that failed. Collective."""
+    failure: TrainflowError | None = None
+    result: Result | None = None
+    try:
+        result = work()
+    except Exception as error:
+        failure = from_exception(error, rank=comm.rank)
+    # Every rank comes here, also one whose work failed: none waits for a message that never arrives.
+    comm.agree(failure)
+    return cast("Result", result)
+
+
+# -- tensors of collectives that a thread of gloo may still hold -------------------------------------------------------
+#
+# A thread of gloo that has finished a collective drops its tensors a moment after the caller went on, and a tensor that
+# Python has seen is dropped under the interpreter's lock. A thread that is late, on a busy machine, asks for that lock
+# when the interpreter is already ending, and the process is aborted ("terminate called without an active exception")
+# after all its work is done. Ending the process group does not help while `DistributedDataParallel` keeps it alive.
+# So a program waits, as the last thing it does, until the threads have dropped what they held.
+#
+# Nor may the group end while a thread holds something: `DistributedDataParallel` ends the group that it is the last to
+# hold under the interpreter's lock, which the thread waits for, while the end waits for the thread. So a group is ended
+# after this wait.
+
+_MAX_BYTES = 65_536  # larger tensors are not kept alive for this: a later small one follows every large one
+_PAUSE_S = 0.02
+_LATE_S = 0.05
+
+# A thread holds the tensors of one collective at a time, so those that it may hold are among the newest.
+_recent: deque[torch.Tensor] = deque(maxlen=64)
+_any_collective = False
+
+
+def remember(tensor: torch.Tensor) -> torch.Tensor:
+    """Return `tensor` `[...]`, which is about to take part in a collective; the caller keeps no reference to it."""
+    global _any_collective
+    _any_collective = True
+    if tensor.nbytes <= _MAX_BYTES:
+        _recent.append(tensor)
+    return tensor
+
+
+def _share(array: np.ndarray[Any, Any]) -> torch.Tensor:
+    """Return a remembered tensor `[...]` over the memory of `array`, in its shape."""
+    return remember(torch.from_numpy(array))
+
+
+def wait_until_released(timeout_s: float) -> bool:
+    """Wait until no thread holds a remembered tensor, at most `timeout_s` seconds; return whether that is so."""
+    if not _any_collective:
+        return True
+    # The collectives of other libraries are not known here: their threads get the interpreter's lock meanwhile.
+    time.sleep(_PAUSE_S)
+    began = time.monotonic()
+    is_collected = False
+    while _recent:
+        # Two references: that of `_recent` and the argument. A thread that holds the tensor in C++ has a third.
+        if sys.getrefcount(_recent[-1]) <= 2:
+            _recent.pop()
+        elif time.monotonic() >= began + timeout_s:
+            return False
+        elif not is_collected and time.monotonic() >= began + _LATE_S and dist.is_available() and dist.is_initialized():
+            # The frames of an error that is over may hold it in a cycle. No group ends here: it is still initialized.
+            is_collected = True
+            gc.collect()
+        else:
+            time.sleep(0.001)
+    return True
+
+
+# -- worlds ------------------------------------------------------------------------------------------------------------
+
+
 class SingleProcess(Communicator):
     """A world of one."""
 
@@ -185,7 +260,7 @@ class ProcessGroup(Communicator):
     @override
     def barrier(self) -> None:
         # Not dist.barrier: with NCCL that would use the GPU, and wait for its queue.
-        dist.all_reduce(in_flight.remember(torch.zeros(1, dtype=torch.int64)), group=self._group)
+        dist.all_reduce(remember(torch.zeros(1, dtype=torch.int64)), group=self._group)
 
     @override
     def gather_json(self, obj: Any) -> list[Any] | None:
@@ -196,7 +271,7 @@ class ProcessGroup(Communicator):
     def gather_bytes(self, data: bytes) -> list[bytes] | None:
         sizes = np.zeros(self.world_size, dtype=np.int64)
         sizes[self.rank] = len(data)
-        dist.all_reduce(in_flight.share(sizes), group=self._group)  # a sum of one non-zero entry per rank
+        dist.all_reduce(_share(sizes), group=self._group)  # a sum of one non-zero entry per rank
         if self.rank != 0:
             if data:  # a rank without data sends nothing, and rank 0 knows that from the sizes
                 dist.send(_to_tensor(data), dst=0, group=self._group)
@@ -213,9 +288,9 @@ class ProcessGroup(Communicator):
     def broadcast_json(self, obj: Any) -> Any:
         data = json.dumps(obj).encode() if self.rank == 0 else b""
         size = np.array([len(data)], dtype=np.int64)
-        dist.broadcast(in_flight.share(size), src=0, group=self._group)
+        dist.broadcast(_share(size), src=0, group=self._group)
         buffer = _to_tensor(data) if self.rank == 0 else torch.empty(int(size[0]), dtype=torch.uint8)
-        dist.broadcast(in_flight.remember(buffer), src=0, group=self._group)
+        dist.broadcast(remember(buffer), src=0, group=self._group)
         return parse_json(buffer.numpy().tobytes())
 
     @override
@@ -239,13 +314,13 @@ class ProcessGroup(Communicator):
     @override
     def any_later(self, flag: bool) -> Callable[[], bool]:
         value = np.array([int(flag)], dtype=np.int64)
-        work = dist.all_reduce(in_flight.share(value), op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        work = dist.all_reduce(_share(value), op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
         def wait() -> bool:
             nonlocal work
             if work is not None:
                 work.wait()
-                work = None  # it holds the tensor (see `in_flight`)
+                work = None  # it holds the tensor (see `remember`)
             return bool(value[0])
 
         return wait
@@ -254,20 +329,20 @@ class ProcessGroup(Communicator):
     def sum_ints(self, values: list[int]) -> list[int]:
         started = time.perf_counter()
         total = np.array(values, dtype=np.int64)
-        dist.all_reduce(in_flight.share(total), group=self._group)
+        dist.all_reduce(_share(total), group=self._group)
         self.waited_s += time.perf_counter() - started
         return [int(value) for value in total]
 
     @override
     def sum_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         total = tensor.detach().clone()
-        dist.all_reduce(in_flight.remember(total), group=self._group_of(tensor))
+        dist.all_reduce(remember(total), group=self._group_of(tensor))
         return total.detach()  # a tensor of its own over the same memory, which the caller may keep
 
     @override
     def gather_tensor(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        own = in_flight.remember(tensor.detach().clone(memory_format=torch.contiguous_format))
-        gathered = [in_flight.remember(torch.empty_like(own)) for _ in range(self.world_size)]
+        own = remember(tensor.detach().clone(memory_format=torch.contiguous_format))
+        gathered = [remember(torch.empty_like(own)) for _ in range(self.world_size)]
         dist.all_gather(gathered, own, group=self._group_of(tensor))
         return [tensor.detach() for tensor in gathered]
 
@@ -391,8 +466,8 @@ def shutdown() -> None:
     """Leave the job: end the process group if it was formed here. Harmless when there is none."""
     global _current, _owned, _leaver
     if _owned and dist.is_initialized():
-        # Before: from here on a `DistributedDataParallel` may be the last that holds the group (see `in_flight`).
-        in_flight.wait_until_released(_LEAVE_S)
+        # Before: from here on a `DistributedDataParallel` may be the last that holds the group (see `remember`).
+        wait_until_released(_LEAVE_S)
         dist.destroy_process_group()
     if _leaver is not None and not dist.is_initialized():  # nothing is left to end
         _leaving.set()
@@ -408,7 +483,7 @@ def _end_group_at_exit() -> None:
     A program that fails leaves the group as it is: its peers may be gone, and ending the group could wait for them.
     In both cases the threads of gloo let go of the tensors of finished collectives before the interpreter ends.
     """
-    in_flight.wait_until_released(1.0 if _failed else _LEAVE_S)
+    wait_until_released(1.0 if _failed else _LEAVE_S)
     if dist.is_available() and dist.is_initialized() and not _failed and _leaver is not None:
         _leaving.set()
         _leaver.join(_LEAVE_S)

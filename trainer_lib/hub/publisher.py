@@ -29,8 +29,7 @@ from trainer_lib.checkpoint import layout
 from trainer_lib.checkpoint.layout import KIND, checkpoint_name, parse_step
 from trainer_lib.checkpoint.reader import open_checkpoint
 from trainer_lib.checkpoint.writer import start_daemon
-from trainer_lib.distributed.agreement import run_on_all_ranks
-from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.communicator import Communicator, run_on_all_ranks
 from trainer_lib.errors import ConfigError, StorageError, TrainflowError
 from trainer_lib.hub.base import SCHEME, Content, Source
 from trainer_lib.hub.card import Card, as_list, parse_card_head, render_card, tidy_metrics

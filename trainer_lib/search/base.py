@@ -17,8 +17,7 @@ from typing import Any
 
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import require_known
-from trainer_lib.distributed.agreement import run_on_all_ranks
-from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.communicator import Communicator, run_on_all_ranks
 from trainer_lib.errors import ConfigError
 
 DIRECTIONS = ("minimize", "maximize")

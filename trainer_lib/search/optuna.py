@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainer_lib.base.outputs import BestRun
 from trainer_lib.base.suggestions import suggestion
-from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import run_on_all_ranks
 from trainer_lib.errors import (
     ConfigError,
     MissingExtraError,

@@ -31,8 +31,7 @@ from trainer_lib.data.loading.foreign import ForeignLoader
 from trainer_lib.data.loading.items import describe_row
 from trainer_lib.data.loading.loader import TrainSource
 from trainer_lib.data.loading.mixture_order import MixtureOrder
-from trainer_lib.distributed.agreement import lost_peer_error
-from trainer_lib.errors import ConfigError, DataError, InfrastructureError, Preempted
+from trainer_lib.errors import ConfigError, DataError, InfrastructureError, Preempted, lost_peer_error
 from trainer_lib.search.base import TrialPruned
 from trainer_lib.state import TrainerControl, TrainerState
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory

@@ -16,8 +16,7 @@ from trainer_lib.arguments.configs.parallelism_config import Grid, mesh_sizes
 from trainer_lib.checkpoint.catalogue import is_resumable, list_checkpoints
 from trainer_lib.checkpoint.layout import checkpoint_name
 from trainer_lib.distributed import communicator as distributed
-from trainer_lib.distributed.agreement import run_on_all_ranks
-from trainer_lib.distributed.communicator import Communicator
+from trainer_lib.distributed.communicator import Communicator, run_on_all_ranks
 from trainer_lib.errors import DataError
 from trainer_lib.evaluation import nested
 from trainer_lib.storage import Store

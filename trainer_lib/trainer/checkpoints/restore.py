@@ -27,7 +27,7 @@ from trainer_lib.checkpoint.reader import Checkpoint, load_checkpoint, open_chec
 from trainer_lib.checkpoint.values import restore_rng
 from trainer_lib.data.loading.loader import TrainSource
 from trainer_lib.data.loading.order import derive
-from trainer_lib.distributed.agreement import run_on_all_ranks
+from trainer_lib.distributed.communicator import run_on_all_ranks
 from trainer_lib.distributed.sharding import BroadcastTensors, describe_tensors
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError, TrainflowError
 from trainer_lib.locks.removal import protect_from_removal

@@ -27,8 +27,15 @@ from trainer_lib import recipes
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import counted
-from trainer_lib.distributed.agreement import is_collective_timeout, is_lost_peer
-from trainer_lib.errors import ConfigError, InfrastructureError, Preempted, TrainflowError, is_full_disk
+from trainer_lib.errors import (
+    ConfigError,
+    InfrastructureError,
+    Preempted,
+    TrainflowError,
+    is_collective_timeout,
+    is_full_disk,
+    is_lost_peer,
+)
 from trainer_lib.guard import GUARD, OWNER, Process, descendants, is_alive, send_signal
 from trainer_lib.launch.run_dir import WARM_SOCKET, RunDir
 from trainer_lib.protocol.recipe_functions import user_error
