@@ -6,8 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from trainer_lib.data.rows.mixture import INFO
-from trainer_lib.launch import nodes
-from trainer_lib.launch.base import launch
+from trainer_lib.launch.base import dismiss_followers, launch
 from trainer_lib.launch.pool import apart, launch_workers
 from trainer_lib.launch.settings.config import resolve_config
 from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request
@@ -107,7 +106,7 @@ def dismiss(settings: LaunchSettings) -> None:
     config = settings.to_config()
     # Only these launches have other machines. An engine places them when there is something to do.
     if config.engine is None and (config.kind in ("accelerate", "environment") or config.several_nodes):
-        nodes.dismiss(resolve_config(config, use_cpu=True))
+        dismiss_followers(resolve_config(config, use_cpu=True))
 
 
 Q = TypeVar("Q", bound=ModelRequest[Any])

@@ -29,8 +29,7 @@ from trainer_lib import guard
 from trainer_lib.base.json_text import parse_json, read_json
 from trainer_lib.base.records import to_record
 from trainer_lib.errors import InfrastructureError, Interrupted, Preempted, from_exception
-from trainer_lib.launch.base import launch
-from trainer_lib.launch.nodes import follow
+from trainer_lib.launch.base import follow, launch
 from trainer_lib.launch.settings.config import from_settings
 from trainer_lib.launch.settings.variables import free_port
 from trainer_lib.protocol.requests import read_request

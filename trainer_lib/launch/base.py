@@ -4,12 +4,21 @@ Every launcher runs ``python -m trainer_lib.worker <verb> <run dir>`` for every 
 wrote, or raises the failure of the first rank that failed. Launchers differ in what starts the ranks:
 
     process      one worker, no distributed runtime
-    torchrun     N workers through torch's elastic agent; on several machines, one agent on each (`launch.nodes`)
+    torchrun     N workers through torch's elastic agent; on several machines, one agent on each (`follow`)
     accelerate   N workers on this machine through `accelerate launch`
     deepspeed    N workers on this machine through the `deepspeed` launcher
     in_process   the calling process itself (notebooks, ``memory://``); a crash of the work ends the caller
 
 With `engine` set, all of this happens on the machines of a cluster, which the engine places (`trainer_lib.engines`).
+
+Of several machines, one leads and the others follow it. The leading machine runs the pipeline: for the duration of a
+launch it opens a store at the rendezvous address, and puts the request there (`trainer_lib.machines.rendezvous`). A
+following machine waits for such a store, reads the request and starts its workers. Then it waits for the next launch
+(the leading machine starts again after it lost a worker), until it reads that all is done::
+
+    trainflow run  -> launch -> guard -> node agent ==== TCP ==== node agent <- guard <- follow  <- trainflow join
+    (the leading machine)                  |    rendezvous          |                              (every other one)
+                                        workers <== collectives ==> workers
 
 Launches of one machine and user use a device at a time: the others wait.
 
@@ -33,26 +42,28 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainer_lib.arguments.environment import ALONE
 from trainer_lib.base.paths import state_folder
 from trainer_lib.base.restore_process import variables_kept
-from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted
+from trainer_lib.errors import ConfigError, HangError, InfrastructureError, Interrupted, from_record
 from trainer_lib.guard import OWNER, start_time
-from trainer_lib.launch import nodes, warm
+from trainer_lib.launch import warm
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.run_dir import RunDir, write_settings
+from trainer_lib.launch.run_dir import MARK, NOTHING, RunDir, write_settings
 from trainer_lib.launch.settings import accelerate
 from trainer_lib.launch.settings.config import LaunchConfig, check_rendezvous, refused, require_torch, resolve_config
 from trainer_lib.launch.settings.gpu_selection import list_visible, selection_variables
 from trainer_lib.launch.settings.variables import engine_environment, free_port, worker_environment
-from trainer_lib.launch.supervise import STACKS_S, Listener, Supervisor, start_guard
+from trainer_lib.launch.supervise import STACKS_S, Ending, Listener, Supervisor, start_guard
 from trainer_lib.locks.file_lock import try_lock
 from trainer_lib.protocol.requests import Request
 
 _PYTHON = (sys.executable, "-P", "-u", "-m")
+_AGENT = (*_PYTHON, "trainer_lib.machines.agent")
 # One thread may launch within a launch; those of several threads (tasks that a flow submits) would mix their variables.
 _turn = threading.RLock()
 
@@ -78,7 +89,7 @@ def held_devices(config: LaunchConfig, listener: Listener, *, on_devices: bool, 
     variables = {**os.environ, **config.env, **selection_variables(config.devices, config.device_order)}
     # The queue of an engine decides on its machines.
     gpus = list_visible(variables)[: int(config.processes)] if on_devices and config.engine is None else []
-    limit = "any" if config.engine is not None else config.per_device or (1 if gpus else "any")
+    limit = config.per_device or (1 if gpus else "any")
     files = []
     with contextlib.ExitStack() as opened:
         if limit != "any":
@@ -259,11 +270,11 @@ def _command(verb: str, config: LaunchConfig, run_dir: RunDir, environment: Mapp
     if config.several_nodes:
         check_rendezvous(config)
     if config.kind == "torchrun":
-        return [*nodes.AGENT, str(path)]
+        return [*_AGENT, str(path)]
     if config.kind == "accelerate":
         threads = environment["OMP_NUM_THREADS"]
         options = accelerate.build_options(verb, path, processes, threads, config.config_file, free_port())
-        return [*nodes.AGENT, str(path), *options]
+        return [*_AGENT, str(path), *options]
     if config.kind == "deepspeed":
         return _deepspeed_command(verb, path, processes, environment)
     if config.kind == "process":
@@ -282,3 +293,66 @@ def _deepspeed_command(verb: str, run_dir: Path, processes: int, environment: Ma
         *("--master_addr", "127.0.0.1", "--master_port", str(free_port())),
         *("--module", "trainer_lib.worker", verb, str(run_dir)),
     ]
+
+
+def follow(
+    config: LaunchConfig, *, on_line: Callable[[str], None], should_cancel: Callable[[], bool] | None = None
+) -> None:
+    """Join the training that another machine leads, until it is done. Blocks.
+
+    Args:
+        config: must hold `rendezvous`. Without `node_rank`, machines are numbered in the order of their arrival; any
+            other unset field is resolved for this machine.
+        on_line: called with the lines that this machine's workers print.
+        should_cancel: polled; once it returns true, the workers of all machines stop.
+
+    Raises:
+        ConfigError: there is no rendezvous address, or a setting is wrong.
+        InfrastructureError: no machine led there within `join_timeout_s`.
+        TrainflowError: the failure that ended the training, on whichever machine it happened.
+    """
+    if config.rendezvous is None:
+        what, field = "No leader address was given.", "train.launch.rendezvous"
+        raise ConfigError(what, field=field, value="none", remedy="Give host:port.")
+    nodes = config.nodes if config.several_nodes else "1:2"  # the leading machine decides how many take part
+    threads = {**os.environ, **config.env}.get("OMP_NUM_THREADS", "")
+    asked = int(threads) if config.threads is None and threads.isdigit() else config.threads
+    config = replace(config, nodes=nodes, node_rank=config.node_rank or None, threads=asked)
+    # The number of workers is resolved later: the request states whether they use the CPU.
+    checked = resolve_config(replace(config, processes=1))
+    listener = Listener(on_line, lambda event: None, should_cancel or (lambda: False))
+    place = f"follow {config.rendezvous} as {config.node_rank} with {config.env.get('TRAINFLOW_LOCAL_RANK')}"
+    ending, outcome = _run_agent({"output": place, "follow": True}, config, checked, config.grace_s, listener)
+    if ending.cancelled:
+        raise Interrupted("Cancelled.", remedy="The same command joins again.")
+    if outcome is None:
+        what = f"This machine's agent ended with exit code {ending.code}."
+        remedy = "The same command joins again; the last lines are in the details (--debug)."
+        raise InfrastructureError(what, remedy=remedy, details=ending.tail)
+    if outcome["record"] is not None:
+        raise from_record(outcome["record"])
+
+
+def dismiss_followers(config: LaunchConfig) -> None:
+    """Dismiss the machines that wait at the rendezvous, when there is nothing to do. Waits a few seconds for them."""
+    if not config.several_nodes:
+        return
+    # The same check as before a launch, because the others wait at this address.
+    check_rendezvous(config)
+    request = {"output": f"dismiss {config.rendezvous}", "verb": NOTHING}
+    _run_agent(request, config, config, 0.0, Listener(lambda line: None, lambda event: None, lambda: False))
+
+
+def _run_agent(
+    request: dict[str, Any], config: LaunchConfig, checked: LaunchConfig, grace_s: float, listener: Listener
+) -> tuple[Ending, dict[str, Any] | None]:
+    """Run this machine's agent to its end; return how it ended, and the outcome that it has read."""
+    run_dir = RunDir.create(request, grace_s, listener.should_cancel)
+    try:
+        write_settings(run_dir, config)
+        environment = {**worker_environment(checked, {}), MARK: str(run_dir.path)}
+        start = partial(start_guard, [*_AGENT, str(run_dir.path)], environment, run_dir, grace_s)
+        ending = Supervisor(start, run_dir, grace_s, None, listener).run_command()
+        return ending, run_dir.read_json("outcome.json")
+    finally:
+        run_dir.remove()

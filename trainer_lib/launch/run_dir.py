@@ -48,6 +48,7 @@ PLACES = re.compile(r"stack-\d+\.txt|trace-\d+\.json")
 _PLACE = "place"
 _RESERVE, _RESERVE_BYTES = "reserve", 256 << 10
 MARK = "TRAINFLOW_RUN_DIR"  # in the environment of every process of a launch
+NOTHING = "nothing"  # the verb of a launch that only dismisses the waiting machines
 WARM_SOCKET = "TRAINFLOW_WARM_SOCKET"  # the descriptor at which a worker waits for its launch (`launch.warm`)
 _SETTINGS = "launch.json"
 

@@ -32,8 +32,7 @@ from trainer_lib.arguments import environment
 from trainer_lib.errors import InfrastructureError, Interrupted, TrainflowError, from_record
 from trainer_lib.guard import is_alive, send_signal
 from trainer_lib.launch.failures import find_failure
-from trainer_lib.launch.nodes import NOTHING
-from trainer_lib.launch.run_dir import PLACES, RunDir, read_settings
+from trainer_lib.launch.run_dir import NOTHING, PLACES, RunDir, read_settings
 from trainer_lib.launch.settings.config import LaunchConfig, resolve_config
 from trainer_lib.launch.settings.variables import thread_variables, threads_of
 from trainer_lib.launch.supervise import Ending, OomWatch
@@ -363,10 +362,8 @@ def _follow(run_dir: RunDir, config: LaunchConfig) -> int:
         outcome = None
         if store is not None:
             environment.use_interface(host, config.interface)
-            try:
+            with contextlib.suppress(Lost):
                 outcome = _attempt(run_dir, config, Rendezvous(store))
-            except Lost:
-                outcome = None
             # Counted from the last contact: a training may have taken days.
             deadline = time.monotonic() + config.join_timeout_s
         if outcome is not None and not outcome["again"]:

@@ -225,7 +225,7 @@ def join(
 def _follow_leader(config: LaunchConfig, out: Console) -> None:
     """Take part in what the leading machine trains, to the end. Raises TrainflowError if no machine leads in time."""
     # Here, because it brings the guard and the arguments, which `trainflow --help` does not need.
-    from trainer_lib.launch.nodes import follow
+    from trainer_lib.launch.base import follow
     from trainer_lib.launch.settings.config import require_torch
 
     require_torch()
