@@ -41,7 +41,6 @@ _TRUE = ("1", "true", "yes", "on")
 _NOTHING = ("", "no", "none", "auto", "null")  # how accelerate writes an absent setting
 _SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")  # numbered from 1
 _WAYS = frozenset(word.lower() for word in _SHARDING)
-_UNSERVED = {"ACCELERATE_USE_MEGATRON_LM": "Use fsdp or deepspeed."}
 _SIZES = "PARALLELISM_CONFIG_"
 # Settings of fsdp_config by the variable that carries them: words, and truth values.
 _FSDP_TEXTS = {"FSDP_BACKWARD_PREFETCH": "backward_prefetch", "FSDP_STATE_DICT_TYPE": "state_dict_type"}
@@ -211,10 +210,10 @@ def merge(given: Mapping[str, Any], environ: Mapping[str, str], *, prefix: str =
 
 def implied(environ: Mapping[str, str]) -> Iterator[LauncherSetting]:
     """Yield the arguments that these variables set; without `accelerate launch`, none. Raises ConfigError."""
-    for name, remedy in _UNSERVED.items():
-        if _is_true(environ.get(name)):
-            what = "This is not supported."
-            raise ConfigError(what, field=f"environment variable {name}", value=environ[name], remedy=remedy)
+    name = "ACCELERATE_USE_MEGATRON_LM"
+    if _is_true(environ.get(name)):
+        field, remedy = f"environment variable {name}", "Use fsdp or deepspeed."
+        raise ConfigError("This is not supported.", field=field, value=environ[name], remedy=remedy)
     yield from _precision(environ)
     if _is_true(environ.get("ACCELERATE_USE_CPU")):
         yield LauncherSetting("use_cpu", True, "ACCELERATE_USE_CPU")

@@ -15,6 +15,7 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -92,22 +93,22 @@ for _name, _read in _PROCESS.items():
     setattr(ProcessState, _name, property(_read))
 
 
+@dataclass(frozen=True)
 class ZeroPlugin:
-    """The resolved configuration, read-only: `trainer.accelerator.state.deepspeed_plugin`, for code of accelerate."""
+    """The resolved configuration, read-only: `trainer.accelerator.state.deepspeed_plugin`, for code of accelerate.
 
-    def __init__(self, plan: deepspeed_config.ZeroPlan, config: Callable[[], dict[str, Any]]) -> None:
-        self._plan = plan
-        self._config = config
+    Attributes:
+        zero_stage: 0, 1, 2 or 3.
+        read_config: returns DeepSpeed's configuration, without sizes that follow from the model.
+    """
 
-    @property
-    def zero_stage(self) -> int:
-        """Return the stage: 0, 1, 2 or 3."""
-        return self._plan.stage
+    zero_stage: int
+    read_config: Callable[[], dict[str, Any]]
 
     @property
     def zero3_init_flag(self) -> bool:
         """Whether models are sharded while they are built."""
-        return self._plan.stage == 3
+        return self.zero_stage == 3
 
     def is_zero3_init_enabled(self) -> bool:
         """Whether models are sharded while they are built, as a method of accelerate's name."""
@@ -115,8 +116,8 @@ class ZeroPlugin:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """Return DeepSpeed's configuration, without sizes that follow from the model."""
-        return self._config()
+        """DeepSpeed's configuration, read anew."""
+        return self.read_config()
 
 
 class ArgumentMembers(ArgumentGroups):
@@ -177,7 +178,7 @@ class ArgumentMembers(ArgumentGroups):
         """The resolved configuration of DeepSpeed, by the names of accelerate's plugin; None without `deepspeed`."""
         if self.deepspeed is None:
             return None
-        return ZeroPlugin(deepspeed_config.plan(self), lambda: deepspeed_config.read(self.deepspeed))
+        return ZeroPlugin(deepspeed_config.plan(self).stage, lambda: deepspeed_config.read(self.deepspeed))
 
     @property
     def fsdp_plugin_args(self) -> dict[str, Any] | None:

@@ -27,7 +27,7 @@ MODES = ("full_shard", "shard_grad_op", "no_shard", "hybrid_shard", "hybrid_shar
 """The modes in the order of torch's numbers, which start at 1."""
 
 #: Mode -> the mode that differs only in keeping the parameters between forward and backward pass.
-_KEPT = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
+KEPT = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}
 _OFF: tuple[Any, ...] = (False, 0, None, "", "false", "False", [], {})
 """Values that ask for nothing: files that were written out in full have them."""
 
@@ -238,10 +238,10 @@ def _reshard(reading: _Reading, key: str, value: Any) -> None:
     mode = reading.values["mode"]
     # False turns a mode into the one that keeps parameters; True must not contradict such a mode.
     if not _flag(key, value):
-        reading.values["mode"] = _KEPT.get(mode, mode)
-    elif mode in _KEPT.values():
+        reading.values["mode"] = KEPT.get(mode, mode)
+    elif mode in KEPT.values():
         what = f"This contradicts fsdp = {mode}, which keeps the parameters until the backward pass."
-        remedy = f"Remove it, or give fsdp = {next(name for name, kept in _KEPT.items() if kept == mode)}."
+        remedy = f"Remove it, or give fsdp = {next(name for name, kept in KEPT.items() if kept == mode)}."
         raise ConfigError(what, field=key, value=value, remedy=remedy)
 
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments.coerce import coerce
-from trainer_lib.arguments.configs.fsdp_config import FsdpSettings, read_settings, refuse_unshardable
+from trainer_lib.arguments.configs.fsdp_config import KEPT, FsdpSettings, read_settings, refuse_unshardable
 from trainer_lib.base.suggestions import require_known, suggestion
 from trainer_lib.errors import ConfigError
 
@@ -287,10 +287,9 @@ def settings_of(args: ArgumentGroups) -> FsdpSettings | None:
     layout, settings = read_layout(args), read_settings(args)
     if layout is None or (layout.shards == layout.tensor == 1 and settings is None):
         return settings
-    kept = settings is not None and not settings.reshards
     mode = "no_shard" if layout.shards == 1 else "full_shard" if layout.replicate == 1 else "hybrid_shard"
-    if kept:
-        mode = {"full_shard": "shard_grad_op", "hybrid_shard": "hybrid_shard_zero2"}.get(mode, mode)
+    if settings is not None and not settings.reshards:
+        mode = KEPT.get(mode, mode)
     if settings is None:
         formats = {"param_dtype": "bfloat16", "reduce_dtype": "float32"} if args.bf16 else {}
         settings = FsdpSettings(wrap="known", **formats)  # type: ignore[arg-type]

@@ -24,7 +24,6 @@ _DEEPSPEED = {
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
     "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
 }
 _FSDP = {"backward_prefetch_policy": "BACKWARD_PREFETCH", "transformer_layer_cls_to_wrap": "TRANSFORMER_CLS_TO_WRAP"}
 
@@ -35,12 +34,7 @@ def read_config(path: str) -> dict[str, Any]:
     Raises:
         ConfigError: the file does not exist, does not hold a mapping, or asks for a way of training that is not served.
     """
-    try:
-        config = read_mapping(Path(path), field=_FIELD)
-    # Named like the spec's field, because the user wrote no `config_file` of any other kind.
-    except ConfigError as error:
-        error.field, error.value = _FIELD, path
-        raise
+    config = read_mapping(Path(path), field=_FIELD)
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind not in _TYPES:
         raise _refused(path, f"The file's distributed_type {kind} is not served", f"Choose one of {', '.join(_TYPES)}.")

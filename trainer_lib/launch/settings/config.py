@@ -16,7 +16,6 @@ from trainer_lib.errors import ConfigError, MissingExtraError
 from trainer_lib.launch.settings.gpu_selection import check_selection, num_cores, num_devices, selection_variables
 
 Kind = Literal["auto", "torchrun", "process", "in_process", "accelerate", "deepspeed", "environment"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 Engine = Literal["ray", "slurm"]
 _LEAST = {
     **dict.fromkeys(("processes", "threads", "per_device"), 1),
@@ -170,8 +169,8 @@ def resolve_config(config: LaunchConfig, *, use_cpu: bool = False) -> LaunchConf
     """
     if config._checked_for_cpu is use_cpu:
         return config
-    if config.kind not in KINDS:
-        raise refused("kind", config.kind, "This is not a launcher.", f"Choose one of {', '.join(KINDS)}.")
+    if config.kind not in get_args(Kind):
+        raise refused("kind", config.kind, "This is not a launcher.", f"Choose one of {', '.join(get_args(Kind))}.")
     _check_numbers(config)
     check_installed(config.kind)
     _check_environment(config)

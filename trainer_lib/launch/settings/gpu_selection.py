@@ -32,26 +32,23 @@ def core_share() -> int:
 
 
 def num_devices(environment: Mapping[str, str]) -> int:
-    """Number of CUDA devices that a worker with these variables sees; 0 means that it runs on the CPU.
-
-    Counts the device files of this container, reduced to ``CUDA_VISIBLE_DEVICES``. A CPU build of torch sees none.
-    """
-    if not _torch_has_cuda():
-        return 0
-    present = _present()
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    chosen = _chosen(visible)
-    # Parts of one GPU (MIG) are chosen by name, and have no device file of their own.
-    return min(len(chosen), present) if not any(part.startswith("MIG-") for part in chosen) else len(chosen)
+    """Number of CUDA devices that a worker with these variables sees; 0 means that it runs on the CPU."""
+    return len(list_visible(environment))
 
 
 def list_visible(environment: Mapping[str, str]) -> list[str]:
-    """The CUDA devices that a worker with these variables sees, as CUDA_VISIBLE_DEVICES names them; none on the CPU."""
-    seen = num_devices(environment)
+    """The CUDA devices that a worker with these variables sees, as CUDA_VISIBLE_DEVICES names them; none on the CPU.
+
+    They are the device files of this container, reduced to ``CUDA_VISIBLE_DEVICES``. A CPU build of torch sees none.
+    """
+    if not _torch_has_cuda():
+        return []
     visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return ([str(number) for number in range(_present())] if visible is None else _chosen(visible))[:seen]
+    if visible is None:
+        return [str(number) for number in range(_present())]
+    chosen = _chosen(visible)
+    # Parts of one GPU (MIG) are chosen by name, and have no device file of their own.
+    return chosen if any(part.startswith("MIG-") for part in chosen) else chosen[: _present()]
 
 
 def selection_variables(chosen: Sequence[int | str] | None, order: str | None) -> dict[str, str]:

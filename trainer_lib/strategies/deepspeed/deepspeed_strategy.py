@@ -116,7 +116,7 @@ class DeepSpeedStrategy(Strategy):
         self._given_dtypes: dict[int, torch.dtype] = {}
         self._masters: dict[str, Tensor] = {}
         self.forward_communicates = self.plan.stage == 3
-        self.plugins = {"deepspeed_plugin": ZeroPlugin(self.plan, lambda: self._config(None))}
+        self.plugins = {"deepspeed_plugin": ZeroPlugin(self.plan.stage, lambda: self._config(None))}
         self._args = args
         self.engine: Any = None
         self._inference: Any = None
