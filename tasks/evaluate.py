@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.protocol.requests import EvaluateRequest
@@ -30,23 +30,10 @@ def evaluate(
         The stage's manifest; its `metrics` are split -> name -> value.
     """
 
-    def measure(
-        request: EvaluateRequest, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
-    ) -> StageOutput:
-        result = launch_request(request, settings, context, attempt)
-        facts = EvaluateFacts(config.confidence, result.warnings)
-        return StageOutput(result.files, metrics=result.metrics, facts=facts)
-
-    return run_inference(
-        evaluate_key(config, context, data, model),
-        config,
-        context,
-        data,
-        model,
-        # A tuple, because a request is frozen.
-        request=partial(
-            EvaluateRequest,
-            splits=tuple(config.splits),
+    def measure(fields: dict[str, Any], launch: LaunchSettings, attempt: StageAttempt) -> StageOutput:
+        request = EvaluateRequest(
+            **fields,
+            splits=tuple(config.splits),  # a tuple, because a request is frozen
             resamples=config.resamples,
             confidence=config.confidence,
             metrics=read_metrics(config.metrics),
@@ -54,6 +41,9 @@ def evaluate(
             show_inputs=config.show_inputs,
             importance_seconds=config.importance_seconds,
             benchmarks=tuple(entry.to_request(context.limit) for entry in config.benchmarks),
-        ),
-        carry_out=measure,
-    )
+        )
+        result = launch_request(request, launch, context, attempt)
+        facts = EvaluateFacts(config.confidence, result.warnings)
+        return StageOutput(result.files, metrics=result.metrics, facts=facts)
+
+    return run_inference(evaluate_key(config, context, data, model), config, context, data, model, measure)

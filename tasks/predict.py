@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
 from trainer_lib.base.suggestions import counted
 from trainer_lib.data.rows.parts import SplitParts
@@ -33,29 +33,21 @@ def predict(
     Returns:
         The stage's manifest: ``predictions/<split>/part-00000.parquet`` and so on; its facts are rows and split.
     """
-    return run_inference(
-        predict_key(config, context, data, model),
-        config,
-        context,
-        data,
-        model,
-        request=partial(PredictRequest, split=config.split, rows_per_file=config.rows_per_file, sort_by=config.sort_by),
-        carry_out=_predict_parts,
-    )
+    size = config.rows_per_file
 
+    def predict_parts(fields: dict[str, Any], launch: LaunchSettings, attempt: StageAttempt) -> StageOutput:
+        # Workers pull parts, so that a fast one does more, and those of a lost one are taken over.
+        request = PredictRequest(**fields, split=config.split, rows_per_file=size, sort_by=config.sort_by)
+        split = request.data.splits.get(config.split) or PreparedSplit(0)  # the worker names a split that is not there
+        parts = SplitParts(attempt.store, config.split, rows=split.rows, rows_per_file=size)
+        if split.rows > MOST_FILES * size:
+            what = f"The predictions would be more than {MOST_FILES:,} files."
+            remedy = f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {counted(split.rows, 'row')}."
+            raise ConfigError(what, field="predict.rows_per_file", value=size, remedy=remedy)
+        parts.forget_damaged()
+        launch_shared(request, launch, context, attempt)
+        files = tuple(file for part in parts.collect() for file in part.files)
+        attempt.store.delete_tree(CLAIMS)
+        return StageOutput(files, facts=PredictFacts(split.rows, config.split))
 
-def _predict_parts(
-    request: PredictRequest, settings: LaunchSettings, context: StageContext, attempt: StageAttempt
-) -> StageOutput:
-    """Have each worker pull parts, so that a fast one does more, and those of a lost one are taken over."""
-    split = request.data.splits.get(request.split) or PreparedSplit(0)  # the worker names a split that is not there
-    parts = SplitParts(attempt.store, request.split, rows=split.rows, rows_per_file=request.rows_per_file)
-    if split.rows > MOST_FILES * request.rows_per_file:
-        what = f"The predictions would be more than {MOST_FILES:,} files."
-        remedy = f"Use at least {-(-split.rows // MOST_FILES):,}: the split has {counted(split.rows, 'row')}."
-        raise ConfigError(what, field="predict.rows_per_file", value=request.rows_per_file, remedy=remedy)
-    parts.forget_damaged()
-    launch_shared(request, settings, context, attempt)
-    files = tuple(file for part in parts.collect() for file in part.files)
-    attempt.store.delete_tree(CLAIMS)
-    return StageOutput(files, facts=PredictFacts(split.rows, request.split))
+    return run_inference(predict_key(config, context, data, model), config, context, data, model, predict_parts)

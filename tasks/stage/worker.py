@@ -9,7 +9,7 @@ from trainer_lib.data.rows.mixture import INFO
 from trainer_lib.launch.base import dismiss_followers, launch
 from trainer_lib.launch.pool import apart, launch_workers
 from trainer_lib.launch.settings.config import resolve_config
-from trainer_lib.protocol.requests import ModelRequest, PreparedData, RecipeFile, Request
+from trainer_lib.protocol.requests import PreparedData, RecipeFile, Request
 from trainflow.tasks.code.closure import find_root
 from trainflow.tasks.configs import EvaluateConfig, LaunchSettings, PredictConfig, StageSettings
 from trainflow.tasks.keys.declared_paths import path_options
@@ -109,22 +109,17 @@ def dismiss(settings: LaunchSettings) -> None:
         dismiss_followers(resolve_config(config, use_cpu=True))
 
 
-Q = TypeVar("Q", bound=ModelRequest[Any])
-
-
 def run_inference(
     key: StageKey,
     config: EvaluateConfig | PredictConfig,
     context: StageContext,
     data: StageManifest[PrepareFacts],
     model: StageManifest[TrainFacts],
-    *,
-    request: Callable[..., Q],
-    carry_out: Callable[[Q, LaunchSettings, StageContext, StageAttempt], StageOutput],
+    carry_out: Callable[[dict[str, Any], LaunchSettings, StageAttempt], StageOutput],
 ) -> StageManifest:
     """Run a stage that applies a model, unless its result is committed already.
 
-    `request` makes the verb's request of the fields that both verbs have; `carry_out` has workers do it.
+    `carry_out` has workers do it, given the fields that the requests of both verbs have.
     """
     # A manifest from a file has the facts of its stage; mypy learns which ones here.
     data, model = data.with_facts(PrepareFacts), model.with_facts(TrainFacts)
@@ -135,13 +130,8 @@ def run_inference(
 
     def work(attempt: StageAttempt) -> StageOutput:
         args = halve_evaluation_batch(config.args, attempt.batch_halvings, shared_by=sharers)
-        asked = request(
-            **model_fields(config, context, attempt, data),
-            args=sent_arguments(args, context),
-            model=model.facts.model,
-            model_url=f"{model.url}/model",
-        )
-        return carry_out(asked, launch, context, attempt)
+        own = {"args": sent_arguments(args, context), "model": model.facts.model, "model_url": f"{model.url}/model"}
+        return carry_out({**model_fields(config, context, attempt, data), **own}, launch, attempt)
 
     halvings = max_halvings(parsed.per_device_eval_batch_size, shared_by=sharers)
     return run_stage(key, context, work, retries=config.retries, max_halvings=halvings)
