@@ -19,7 +19,7 @@ from typing import Any
 
 from trainer_lib.arguments.fields import Declaration, Unset, declarations, field_hints, field_map
 from trainer_lib.base.json_text import parse_json
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known, suggestion
 from trainer_lib.errors import ConfigError
 from trainer_lib.secrets import may_be_secret_name
 
@@ -318,9 +318,8 @@ def check_bounds(name: str, value: Any, declared: Declaration) -> None:
             raise ConfigError(f"The number must be {words} {bound}.", field=name, value=value, remedy=remedy)
     choices = declared.choices
     for word in value if isinstance(value, list | tuple | set) else [value]:
-        if choices and type(word) is not bool and isinstance(word, str | int | float) and word not in choices:
-            remedy = suggestion(str(word), [str(choice) for choice in choices])
-            raise ConfigError("This is not one of the choices.", field=name, value=word, remedy=remedy)
+        if choices and type(word) is not bool and isinstance(word, str | int | float):
+            require_known(word, choices, field=name)
 
 
 def plain(value: Any) -> Any:

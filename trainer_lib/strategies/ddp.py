@@ -34,9 +34,6 @@ class DdpStrategy(Strategy):
 
     def __init__(self, device: torch.device, comm: Communicator, args: TrainingArguments) -> None:
         super().__init__(device, comm)
-        if not dist.is_initialized() or dist.get_world_size() < 2:
-            what = "Replicated training was asked for, but no process group is formed."
-            raise InfrastructureError(what, remedy="Start through torchrun, which sets RANK and WORLD_SIZE.")
         # As in transformers: models with unused parameters train, except where recomputation would break the search.
         find_unused = args.ddp_find_unused_parameters
         options = {

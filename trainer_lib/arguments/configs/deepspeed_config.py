@@ -17,7 +17,7 @@ from trainer_lib.arguments.coerce import read_mapping
 from trainer_lib.arguments.configs.accelerator_config import BatchSettings, micro_batch_size, total_batch_size
 from trainer_lib.arguments.fields import field_map
 from trainer_lib.base.paths import expand_home
-from trainer_lib.base.suggestions import suggestion
+from trainer_lib.base.suggestions import require_known, suggestion
 from trainer_lib.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -357,9 +357,8 @@ def _schedule(
     if not section:
         return None
     kind = str(section.get("type"))
-    if kind not in SCHEDULES:
-        remedy = suggestion(kind, SCHEDULES)
-        raise _refused("scheduler.type", section.get("type"), "DeepSpeed has no schedule of this name.", remedy)
+    what = "DeepSpeed has no schedule of this name."
+    require_known(kind, SCHEDULES, what, field="deepspeed.scheduler.type", value=section.get("type"))
     equivalent = SCHEDULES[kind]
     if _is_given(args, "lr_scheduler_type") and str(args.lr_scheduler_type) != equivalent:
         raise _contradiction("scheduler.type", kind, "lr_scheduler_type", str(args.lr_scheduler_type))
