@@ -105,12 +105,9 @@ class TFHooks:
         more = (num_items_in_batch,) if self._takes_items else ()
         loss: Any = self._tf.training_step(batch["features"], batch["labels"], *more)
         if not isinstance(loss, torch.Tensor):
-            raise CodeError(
-                "The method training_step() must return the loss.",
-                field=f"{type(self._tf).__name__}.training_step",
-                value=type(loss).__name__,
-                remedy="Call backward() on the loss, and return it.",
-            )
+            field, what = f"{type(self._tf).__name__}.training_step", "The method training_step() must return the loss."
+            remedy = "Call backward() on the loss, and return it."
+            raise CodeError(what, field=field, value=type(loss).__name__, remedy=remedy)
         return loss.detach().sum() if loss.ndim else loss.detach()
 
     def prediction_step(

@@ -230,12 +230,8 @@ def warmup_stable_decay(
         if shape not in _SHAPES:
             raise _refused(name, shape, "No shape has this name.", suggestion(str(shape), _SHAPES))
     if num_stable_steps is None and total is None:
-        raise _refused(
-            "num_stable_steps",
-            "none",
-            "The number of stable steps follows from num_training_steps, which is not given.",
-            "Give either of the two.",
-        )
+        what = "The number of stable steps follows from num_training_steps, which is not given."
+        raise _refused("num_stable_steps", "none", what, "Give either of the two.")
     stable = num_stable_steps if num_stable_steps is not None else (total or 0) - warmup - num_decay_steps
     if step < warmup:
         share = _rise(warmup_type, step / max(1, warmup))

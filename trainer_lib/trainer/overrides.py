@@ -143,12 +143,10 @@ def refuse_uncalled(cls: type, uncalled: Mapping[str, str] = UNCALLED) -> None:
             what = "The class overrides a method that this Trainer does not call."
             raise ConfigError(what, field=f"{owner.__name__}.{name}", remedy=uncalled[name])
         if _LOOP in vars(owner) and not _may_read(vars(owner)[_LOOP], _LOOP):
-            raise ConfigError(
-                "The class replaces the training loop, so nothing of this Trainer's would train.",
-                field=f"{owner.__name__}.{_LOOP}",
-                remedy=f"Call super().{_LOOP}(...) in it, or override training_step, get_batch_samples or "
-                "get_train_dataloader.",
-            )
+            what = "The class replaces the training loop, so nothing of this Trainer's would train."
+            methods = "training_step, get_batch_samples or get_train_dataloader"
+            remedy = f"Call super().{_LOOP}(...) in it, or override {methods}."
+            raise ConfigError(what, field=f"{owner.__name__}.{_LOOP}", remedy=remedy)
 
 
 def _may_read(function: Any, attribute: str) -> bool:

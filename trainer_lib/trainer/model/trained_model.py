@@ -63,13 +63,9 @@ def _look(name: str, frames: deque[str], module: nn.Module, args: Any, kwargs: d
         return
     shown = "least and greatest magnitude of every module before it, oldest first:\n" + "\n".join(frames)
     _log.error("%s of %s (%s) is not finite; %s", faulty, name, type(module).__name__, shown)
-    raise NonFiniteError(
-        f"The first value that is not finite is in the {faulty} of {name} ({type(module).__name__}).",
-        field="debug",
-        value="underflow_overflow",
-        remedy="Look at the modules before it in the log: where do magnitudes grow? bf16 has more range than fp16.",
-        details=shown,
-    )
+    what = f"The first value that is not finite is in the {faulty} of {name} ({type(module).__name__})."
+    remedy = "Look at the modules before it in the log: where do magnitudes grow? bf16 has more range than fp16."
+    raise NonFiniteError(what, field="debug", value="underflow_overflow", remedy=remedy, details=shown)
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
@@ -98,12 +94,8 @@ class TrainedModel:
             raise ConfigError("Both were given.", field="model and model_init", remedy="Give one of them.")
         model = trainer.call_model_init() if given is None else given
         if not isinstance(model, nn.Module):
-            raise ConfigError(
-                "The model is not a torch.nn.Module.",
-                field="model",
-                value=type(model).__name__,
-                remedy="Give a module.",
-            )
+            what = "The model is not a torch.nn.Module."
+            raise ConfigError(what, field="model", value=type(model).__name__, remedy="Give a module.")
         models.refuse_untrainable(model)
         models.keep_layout(model)
         trainer.is_model_parallel = models.is_spread(model, self._internals.world.device)
