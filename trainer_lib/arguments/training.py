@@ -281,7 +281,7 @@ def refuse_unknown(given: Mapping[str, Any], known: tuple[str, ...]) -> None:
 
 @dataclass
 class TrainingArguments(ArgumentSetters, metaclass=_Translating):
-    """The arguments of a training run; the file of each group documents its fields.
+    """The arguments of a training run; the class of each group documents its fields.
 
     Construction, and `validate` again, fill the fields that follow from others: `output_dir`, `do_eval`, `eval_steps`,
     `metric_for_best_model`, `greater_is_better`, `torch_compile`, and both names of gradient checkpointing.

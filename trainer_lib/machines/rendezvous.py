@@ -111,11 +111,8 @@ def gather(
 ) -> list[dict[str, Any]]:
     """Return the followers that take part, in order of node rank. The leading machine calls this; it is not among them.
 
-    Waits for `most` machines; once `least` are there, `last_call_s` seconds after every arrival for one more.
-
-    Raises:
-        InfrastructureError: too few came within `patience_s`.
-        ConfigError: two of them claim the same node rank.
+    Waits for `most` machines; once `least` are there, `last_call_s` seconds after every arrival for one more. Raises
+    InfrastructureError when too few came within `patience_s`, and ConfigError when two claim the same node rank.
     """
     started = changed = time.monotonic()
     pulses = Pulses(rendezvous, [])

@@ -29,11 +29,7 @@ _FSDP = {"backward_prefetch_policy": "BACKWARD_PREFETCH", "transformer_layer_cls
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """Read a configuration file of `accelerate config`.
-
-    Raises:
-        ConfigError: the file does not exist, does not hold a mapping, or asks for a way of training that is not served.
-    """
+    """Read a configuration file of `accelerate config`. Raises ConfigError, also for training that is not served."""
     config = read_mapping(Path(path), field=_FIELD)
     kind = str(config.get("distributed_type", "NO")).upper()
     if kind not in _TYPES:

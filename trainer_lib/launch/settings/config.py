@@ -278,11 +278,7 @@ def _check_nodes(config: LaunchConfig) -> None:
 
 
 def check_rendezvous(config: LaunchConfig) -> None:
-    """Check on the leading machine, right before the start, that the address is its own and the port is free.
-
-    Raises:
-        ConfigError: another process listens there, or the host is unknown or belongs to another machine.
-    """
+    """Raise ConfigError unless this machine, which is about to lead, has the address and the port is free."""
     import socket  # only the leading machine of several gets here, and every command reads launch settings
 
     host, port = config.endpoint

@@ -65,10 +65,7 @@ def check_selection(environment: Mapping[str, str]) -> None:
     """Refuse a selection of devices that CUDA would silently shorten.
 
     CUDA ignores the first device that it does not know and all after it, without a warning, so training would go on
-    with fewer devices, or on the CPU.
-
-    Raises:
-        ConfigError: an unknown order, or a device that does not exist, is named twice, or is not a number or a name.
+    with fewer devices, or on the CPU. Raises ConfigError.
     """
     order = environment.get("CUDA_DEVICE_ORDER")
     if order is not None and order not in ORDERS:
