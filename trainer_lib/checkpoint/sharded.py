@@ -139,9 +139,8 @@ def build_index(shards: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     Raises NotReproducibleError for ranks that differ, InfrastructureError for elements that are not written once.
     """
-    tensors: dict[str, Any] = {
-        name: {"dtype": dtype, "shape": shape, "blocks": []} for name, (dtype, shape) in shards[0]["specs"].items()
-    }
+    specs = shards[0]["specs"].items()
+    tensors: dict[str, Any] = {name: {"dtype": dtype, "shape": shape, "blocks": []} for name, (dtype, shape) in specs}
     for shard in shards:
         for name, blocks in shard["blocks"].items():
             tensors[name]["blocks"] += [block for block in blocks if block[0]]

@@ -139,9 +139,8 @@ class HuggingFaceHub:
     def create(self) -> str:
         """Create the repository unless it exists; return its full name. Without an owner, the token's owner is used."""
         with self.errors_translated():
-            made = _open_api(self._token).create_repo(
-                self.repo, private=self._private, repo_type="model", exist_ok=True
-            )
+            api = _open_api(self._token)
+            made = api.create_repo(self.repo, private=self._private, repo_type="model", exist_ok=True)
             return str(made.repo_id)
 
     def _find_head(self, api: HfApi) -> str:
@@ -302,9 +301,8 @@ def _open_api(token: str | None = None) -> HfApi:
     if "HF_HUB_DISABLE_XET" not in os.environ and host != "huggingface.co" and not host.endswith(".huggingface.co"):
         # Other servers have no Xet storage. huggingface_hub reads the constant at every upload.
         constants.HF_HUB_DISABLE_XET = True
-    return HfApi(
-        endpoint=endpoint.rstrip("/"), token=token or os.environ.get("HF_TOKEN") or None, library_name="trainflow"
-    )
+    used = token or os.environ.get("HF_TOKEN") or None
+    return HfApi(endpoint=endpoint.rstrip("/"), token=used, library_name="trainflow")
 
 
 @contextlib.contextmanager

@@ -144,9 +144,8 @@ def draw_confusion(matrix: Sequence[Sequence[int]], classes: Sequence[str], titl
         middle = before + (number + 0.5) * cell
         parts.append(_text(before - 6, middle + 4, name, "end"))
         parts.append(_text(0, 0, name, "start", f"translate({middle + 4:.1f} {before - 6}) rotate(-90)"))
-    frame = (
-        f'<rect x="{before}" y="{before}" width="{side:g}" height="{side:g}" style="fill: none; stroke: var(--line)"/>'
-    )
+    place = f'x="{before}" y="{before}" width="{side:g}" height="{side:g}"'
+    frame = f'<rect {place} style="fill: none; stroke: var(--line)"/>'
     parts += [frame, _text(before + side / 2, 14, "predicted", "middle")]
     parts.append(_text(0, 0, "true", "middle", f"translate(14 {before + side / 2:.1f}) rotate(-90)"))
     return _svg(parts, (math.ceil(before + side + _EDGE), math.ceil(before + side + _EDGE)), title)
