@@ -142,15 +142,11 @@ class SweepSettings(Settings):
     @model_validator(mode="after")
     def _check_together(self) -> SweepSettings:
         if len(self.direction) != len(self.objective):
-            raise _problem(
-                f"There are {len(self.objective)} objectives and {len(self.direction)} directions.",
-                "Give one direction for each objective, in their order.",
-            )
+            what = f"There are {len(self.objective)} objectives and {len(self.direction)} directions."
+            raise _problem(what, "Give one direction for each objective, in their order.")
         if self.pruner is not None and len(self.objective) > 1:
-            raise _problem(
-                "Trials of several objectives cannot be ended early: none of them is better in everything.",
-                "Remove sweep.pruner, or keep one objective.",
-            )
+            what = "Trials of several objectives cannot be ended early: none of them is better in everything."
+            raise _problem(what, "Remove sweep.pruner, or keep one objective.")
         if self.sampler != "grid" and self.trials is None:
             raise _problem("The sweep would never end.", "Set sweep.trials.")
         if self.sampler == "grid":
@@ -158,8 +154,6 @@ class SweepSettings(Settings):
                 key for key, values in self.space.items() if isinstance(values, Range) and math.isinf(values.count)
             ]
             if endless:
-                raise _problem(
-                    f"A grid needs values that can be counted, and those of {endless[0]} cannot.",
-                    "Give it a step, list its values, or take another sampler.",
-                )
+                what = f"A grid needs values that can be counted, and those of {endless[0]} cannot."
+                raise _problem(what, "Give it a step, list its values, or take another sampler.")
         return self

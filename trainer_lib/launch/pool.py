@@ -292,11 +292,9 @@ def launch_reported(text: str) -> str:
     try:
         for name, here in _installation().items():
             if (owners := asked["installation"][name]) != here:
-                raise ConfigError(
-                    f"The machine {socket.gethostname()} of the cluster has {name} {here}, and the command {owners}.",
-                    field=f"{asked['request']['verb']}.runner",
-                    remedy="Use the same Python environment on all machines.",
-                )
+                what = f"The machine {socket.gethostname()} of the cluster has {name} {here}, and the command {owners}."
+                remedy = "Use the same Python environment on all machines."
+                raise ConfigError(what, field=f"{asked['request']['verb']}.runner", remedy=remedy)
         request = read_request(asked["request"])
         folder = Store.open(request.output).child(CLAIMS, asked["folder"])
         with Reporter(folder, asked["number"]) as reporter:

@@ -191,12 +191,9 @@ def stopped_by_notice(work: Work[TrainRequest], trainer: Any) -> Iterator[None]:
         # Another machine that goes is one of several: the leading one starts the next attempt without it.
         if watch.notice is None or work.rank != 0:
             raise
-        raise PreemptedByNotice(
-            f"This machine is about to be taken away ({watch.notice}). {error.message}",
-            field="train.preemption",
-            step=error.step,
-            remedy="The same command continues, here or on another machine that reaches the storage.",
-        ) from error
+        what = f"This machine is about to be taken away ({watch.notice}). {error.message}"
+        remedy = "The same command continues, here or on another machine that reaches the storage."
+        raise PreemptedByNotice(what, field="train.preemption", step=error.step, remedy=remedy) from error
     finally:
         watch.close()
 

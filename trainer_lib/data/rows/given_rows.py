@@ -255,12 +255,8 @@ def require_column(names: Sequence[str], column: str, *, field: str) -> None:
     """Raise DataError for a column that rows do not have."""
     if column not in names:
         near = nearest(column, names)
-        raise DataError(
-            f"The rows have no column '{column}'" + (f"; the nearest is '{near}'." if near else "."),
-            field=field,
-            value=column,
-            remedy=f"Give one of {', '.join(names)}.",
-        )
+        what = f"The rows have no column '{column}'" + (f"; the nearest is '{near}'." if near else ".")
+        raise DataError(what, field=field, value=column, remedy=f"Give one of {', '.join(names)}.")
 
 
 def longest_first(values: Sequence[Any]) -> list[int]:
@@ -281,9 +277,6 @@ def in_order(array: np.ndarray, order: Sequence[int]) -> np.ndarray:
     """
     if len(array) != len(order):
         values, rows = counted(len(array), "value"), counted(len(order), "row")
-        raise DataError(
-            f"The model returned {values} for {rows}: whose they are is not known.",
-            field="sort_by",
-            remedy="Return a value for each row, or leave sort_by out.",
-        )
+        what = f"The model returned {values} for {rows}: whose they are is not known."
+        raise DataError(what, field="sort_by", remedy="Return a value for each row, or leave sort_by out.")
     return np.asarray(array)[np.argsort(np.asarray(order), kind="stable")]

@@ -119,11 +119,9 @@ class Parts:
         """All parts in their order, once all processes have ended. Raises InfrastructureError if one is missing."""
         for expected, (number, part) in enumerate(self.look_at_all(self.find)):
             if part is None or number != expected:
-                raise InfrastructureError(
-                    "Parts of the result are missing although every worker has ended.",
-                    field=self._store.url,
-                    remedy="Run the command again: what is finished is kept.",
-                )
+                what = "Parts of the result are missing although every worker has ended."
+                remedy = "Run the command again: what is finished is kept."
+                raise InfrastructureError(what, field=self._store.url, remedy=remedy)
             yield part
 
     def _list_blocks(self) -> list[int]:

@@ -56,11 +56,8 @@ def write_row_predictions(
     try:
         ids = pa.array(row_ids, type=pa.string() if text_ids else pa.int64())
     except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError) as error:
-        raise DataError(
-            f"The ids of the rows are not all texts, or all integers of 64 bits ({error}).",
-            field="--id",
-            remedy="Give every row an id of one type.",
-        ) from error
+        what = f"The ids of the rows are not all texts, or all integers of 64 bits ({error})."
+        raise DataError(what, field="--id", remedy="Give every row an id of one type.") from error
     if errors is None:
         table = build_table(ids, columns, rows=len(row_ids), of="new rows")
     else:
@@ -75,12 +72,9 @@ def write_row_predictions(
 def _build_with_errors(ids: pa.Array, columns: Mapping[str, Values], errors: Sequence[str | None]) -> pa.Table:
     """The rows with a column `error`; a bad row has no value in the others."""
     if ERROR in columns:
-        raise DataError(
-            "A column of the predictions is called 'error', as the column with what is wrong with a row.",
-            field="prediction_columns",
-            value=ERROR,
-            remedy="Give it another name, or leave out --max-errors.",
-        )
+        what = "A column of the predictions is called 'error', as the column with what is wrong with a row."
+        remedy = "Give it another name, or leave out --max-errors."
+        raise DataError(what, field="prediction_columns", value=ERROR, remedy=remedy)
     good = [number for number, error in enumerate(errors) if error is None]
     table = build_table(ids.take(pa.array(good, pa.int64())), columns, rows=len(good), of="new rows")
     where = {number: place for place, number in enumerate(good)}

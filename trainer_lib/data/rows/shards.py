@@ -213,12 +213,8 @@ _SPLIT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,99}")
 def check_split_name(split: str) -> None:
     """Raise DataError for a text that cannot be the name of a split."""
     if not _SPLIT_NAME.fullmatch(split):
-        raise DataError(
-            "The text cannot be the name of a split.",
-            field="prepare",
-            value=split,
-            remedy="Use letters, digits, '_', '-' and '.'.",
-        )
+        remedy = "Use letters, digits, '_', '-' and '.'."
+        raise DataError("The text cannot be the name of a split.", field="prepare", value=split, remedy=remedy)
 
 
 def to_arrow_file(batch: pa.RecordBatch) -> bytes:

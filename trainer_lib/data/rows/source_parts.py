@@ -192,12 +192,9 @@ def check_columns(split: str, first: str, expected: Mapping[str, str], source: s
         others = sorted(expected.keys() - found.keys()) if name not in expected or name not in found else []
         meant = [(ours, near) for ours in sorted(found.keys() - expected.keys()) if (near := nearest(ours, others))]
         hint = f'Did you mean "{meant[0][1]}" by the column "{meant[0][0]}" of {source}? ' if meant else ""
-        raise DataError(
-            f"The sources of split '{split}' differ in column '{name}': {there} in {first}, {here} in {source}.",
-            field="prepare_shard",
-            value=source,
-            remedy=f"{hint}Give every source the same columns and types: float(x), or an array with its dtype.",
-        )
+        what = f"The sources of split '{split}' differ in column '{name}': {there} in {first}, {here} in {source}."
+        remedy = f"{hint}Give every source the same columns and types: float(x), or an array with its dtype."
+        raise DataError(what, field="prepare_shard", value=source, remedy=remedy)
 
 
 IDS_AT_ONCE = 4_000_000  # 32 MB
@@ -222,12 +219,9 @@ def count_repeated_ids(store: Store, files: Mapping[str, Iterable[str]], rows: i
         for split, other in itertools.combinations(unique, 2):
             if len(shared := np.intersect1d(unique[split], unique[other], assume_unique=True)):
                 shown = ", ".join(map(str, shared[:_SHOWN].tolist()))
-                raise DataError(
-                    f"Rows with the same row_id are in the splits '{split}' and '{other}' (such as {shown}).",
-                    field="prepare_shard",
-                    value=shown,
-                    remedy="Give each row to one split, for example by a digest of its id.",
-                )
+                what = f"Rows with the same row_id are in the splits '{split}' and '{other}' (such as {shown})."
+                remedy = "Give each row to one split, for example by a digest of its id."
+                raise DataError(what, field="prepare_shard", value=shown, remedy=remedy)
     return repeated
 
 

@@ -165,12 +165,9 @@ def require_head(place: str, head: str, classes: int, *, is_new: bool, has_head:
     config = from_place("AutoConfig", place, field=FIELD)
     has_head = has_head or any(head in name for name in config.architectures or ())
     if has_head and config.num_labels != classes and not is_new:
-        raise ConfigError(
-            f"The model's head knows {config.num_labels} classes, and the data has {classes}.",
-            field=f"{FIELD}.new_head",
-            value=False,
-            remedy="Set train.model.new_head=true: the head then begins at random.",
-        )
+        what = f"The model's head knows {config.num_labels} classes, and the data has {classes}."
+        remedy = "Set train.model.new_head=true: the head then begins at random."
+        raise ConfigError(what, field=f"{FIELD}.new_head", value=False, remedy=remedy)
 
 
 # -- models that continue texts ---------------------------------------------------------------------------------------
