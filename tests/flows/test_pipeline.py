@@ -86,13 +86,15 @@ DAMAGED = {
 }
 
 
-def test_truncating_one_file_runs_its_stage_again_and_names_the_file(folder: Path) -> None:
-    for stage, pattern in DAMAGED.items():
-        [file, *_] = sorted(folder.glob(f"store/stages/{stage}/*/{pattern}"))
+@pytest.mark.parametrize("stages", [("evaluate", "prepare-data"), ("predict", "train")])
+def test_truncating_files_runs_their_stages_again_and_names_the_files(folder: Path, stages: tuple[str, str]) -> None:
+    files = {stage: sorted(folder.glob(f"store/stages/{stage}/*/{DAMAGED[stage]}"))[0] for stage in stages}
+    for stage, file in files.items():  # the later one first: it is planned for its own damage
         file.write_bytes(file.read_bytes()[:-1])
         assert file.name in plan_of(folder)[stage].reason
-        result = run(folder)
-        assert ran(result) == {stage}
+    result = run(folder)
+    assert ran(result) == set(stages)
+    for stage, file in files.items():
         assert "damaged" in reason(result, stage)
         assert file.name in reason(result, stage)
 
