@@ -66,9 +66,7 @@ class TrainerControl(ExportableState):
     should_log: bool = False
 
     def _new_step(self) -> None:
-        self.should_save = False
-        self.should_evaluate = False
-        self.should_log = False
+        self.should_save = self.should_evaluate = self.should_log = False
 
     def state(self) -> dict[str, Any]:
         """The five switches, as arguments of the constructor."""
@@ -141,8 +139,9 @@ class TrainerState:
             DamagedError: `values` is not a mapping, or a field has a value that it cannot have.
         """
         if not isinstance(values, Mapping):
-            what, remedy = "The file trainer_state.json does not hold a mapping.", "Resume from another checkpoint."
-            raise DamagedError(what, remedy=remedy)
+            raise DamagedError(
+                "The file trainer_state.json does not hold a mapping.", remedy="Resume from another checkpoint."
+            )
         known = {attribute.name for attribute in dataclasses.fields(cls)}
         given = {name: value for name, value in values.items() if name in known}
         # Checked here, because a wrong value would otherwise fail in the middle of the training that uses it.
