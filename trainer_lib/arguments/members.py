@@ -95,14 +95,10 @@ for _name, _read in _PROCESS.items():
 
 @dataclass(frozen=True)
 class ZeroPlugin:
-    """The resolved configuration, read-only: `trainer.accelerator.state.deepspeed_plugin`, for code of accelerate.
+    """The resolved configuration, read-only: `trainer.accelerator.state.deepspeed_plugin`, for code of accelerate."""
 
-    Attributes:
-        zero_stage: 0, 1, 2 or 3.
-        read_config: returns DeepSpeed's configuration, without sizes that follow from the model.
-    """
-
-    zero_stage: int
+    zero_stage: int  # 0, 1, 2 or 3
+    # Returns DeepSpeed's configuration, without sizes that follow from the model.
     read_config: Callable[[], dict[str, Any]]
 
     @property
