@@ -11,8 +11,7 @@ import pytest
 from trainer_lib.trackers.mlflow.mlflow_registry import Registered, Registration, Score, Verdict
 from trainflow.flows.cli.presentation import summary, where
 from trainflow.flows.records.results import PipelineResult, StageOutcome
-from trainflow.flows.reports.report import draw_charts, render_report
-from trainflow.flows.reports.report_facts import describe_outcomes
+from trainflow.flows.reports.report import describe_outcomes, draw_charts, render_report
 from trainflow.flows.stages import find_stage
 from trainflow.tasks.model.outcome_tables import Outcome
 from trainflow.tasks.stage.facts import PublishFacts

@@ -328,8 +328,7 @@ def _record(measured: Sequence[MeasureRowsResult], own: Mapping[str, float], con
 
 def write_report(path: Path, found: FoundModel, measured: MeasureRowsResult, own: Mapping[str, float]) -> None:
     """Write the report of a run with what was measured in place of its stages. Raises ConfigError."""
-    from trainflow.flows.reports.report import render_report
-    from trainflow.flows.reports.report_facts import describe_outcomes
+    from trainflow.flows.reports.report import describe_outcomes, render_report
     from trainflow.tasks.model.outcome_tables import Outcome
 
     classes = found.description.info.get("classes")

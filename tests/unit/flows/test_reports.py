@@ -26,9 +26,8 @@ from trainflow.flows.cli.commands import execution
 from trainflow.flows.planning.full_plan import FullPlan, read_conversations
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.results import PipelineResult, StageOutcome, read_training_history
-from trainflow.flows.reports import run_record, run_tracking
-from trainflow.flows.reports.report import REPORT, Panel, Section, draw_charts, render_report, render_summary
-from trainflow.flows.reports.report_facts import describe_conversations, describe_data
+from trainflow.flows.reports import report, run_record, run_tracking
+from trainflow.flows.reports.report import Panel, Section, describe_conversations, describe_data, render_report
 from trainflow.flows.reports.run_tracking import (
     NOTE,
     describe_end,
@@ -166,7 +165,7 @@ def live_result(**more: Any) -> PipelineResult:
 def test_the_report_is_written_when_a_stage_has_ended(tmp_path: Path) -> None:
     plan = Plan.of(load_spec(project(tmp_path / "project"), ["train.args.learning_rate=0.125"]))
     record = run_record.RunRecord(plan, PipelineResult("toy", "k" * 64, plan.spec.storage))
-    record.folder, page = Store.open(tmp_path / "run"), tmp_path / "run" / REPORT
+    record.folder, page = Store.open(tmp_path / "run"), tmp_path / "run" / report.REPORT
     with run_record.collect_history(record):
         publish({"event": "log", "stage": "train", "step": 2, "max_steps": 8, "logs": {"loss": 0.5}})
         publish({"event": "log", "stage": "train", "step": 4, "max_steps": 8, "logs": {"loss": 0.25}})
@@ -181,7 +180,7 @@ def test_the_report_is_written_when_a_stage_has_ended(tmp_path: Path) -> None:
 def test_prefect_gets_a_summary_and_the_curve() -> None:
     gates = [{"metric": "test_accuracy", "requirement": ">= 0.9", "value": 0.5, "passed": False}]
     failed = live_result(gates=gates, error=GateError("The model is not published."))
-    found = {each["key"]: each["data"] for each in run_record.make_artifacts(failed, draw_charts(HISTORY))}
+    found = {each["key"]: each["data"] for each in run_record.make_artifacts(failed, report.draw_charts(HISTORY))}
     assert set(found) == {"summary", "loss"}
     # A reason does not end its cell.
     for part in ("args\\|seed", "`/data/model`", "`/data/runs/k/report.html`", "GateError", "| loss | nan |"):
@@ -191,7 +190,7 @@ def test_prefect_gets_a_summary_and_the_curve() -> None:
     # Links are made to web addresses alone.
     text = run_record.make_artifacts(live_result(run_url="https://mlflow/x", mlflow_run_id="f"), {})[0]["data"]
     assert "[https://mlflow/x](https://mlflow/x)" in text
-    assert draw_charts([]) == {}
+    assert report.draw_charts([]) == {}
 
 
 def test_a_server_that_hangs_costs_a_moment_and_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -355,10 +354,10 @@ def test_the_report_and_the_summary_show_warnings(tmp_path: Path) -> None:
     assert "<h2>Data</h2>" in page
     assert "<td>prepare-data</td><td><code>Split &#39;test&#39; has no row whose &#39;label&#39; is &lt;b&gt;2" in page
     assert "length 2 to 8,000, on average 4.5" in page
-    text = render_summary(result)
+    text = report.render_summary(result)
     assert "| prepare-data | Split 'test' has no row whose 'label' is &lt;b>2&lt;/b>, and 20 % of" in text
     result.stages[0] = StageOutcome("prepare-data", "failed", "no rows")
-    assert "Warnings" not in render_summary(result)
+    assert "Warnings" not in report.render_summary(result)
 
 
 SHOWN = [
