@@ -22,8 +22,7 @@ from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records.past_runs import PastRun, list_runs, read_run
-from trainflow.flows.runs.heartbeat import PAUSE_S
-from trainflow.flows.runs.run_status import read_status
+from trainflow.flows.runs.run_status import PAUSE_S, read_status
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.follow import Evaluation, Follower, Job, Listener, RunPoints, check_settings

@@ -34,8 +34,7 @@ from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, tell_o
 from trainflow.flows.records.run_logs import keep_logs
 from trainflow.flows.reports.run_record import RunRecord, collect_history, run_artifacts
 from trainflow.flows.run_stages import run_stages
-from trainflow.flows.runs.heartbeat import beating
-from trainflow.flows.runs.run_status import plan_of_try, read_status, sweep
+from trainflow.flows.runs.run_status import beating, plan_of_try, read_status, sweep
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.tasks.prefect.prefect_client import wait_for_drawings
 from trainflow.tasks.stage.progress import masked_api_logs, quiet_failures

@@ -17,7 +17,7 @@ from trainflow.flows.planning.plan import Plan, StagePlan
 from trainflow.flows.records.past_runs import read_record, run_folder
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult, StageOutcome, Status
 from trainflow.flows.reports.run_record import RunRecord, has_nothing_to_do
-from trainflow.flows.runs.heartbeat import beating, read_signs
+from trainflow.flows.runs.run_status import beating, read_signs
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.stages import stage_names

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from trainer_lib.base.restore_process import signals_kept
 from trainer_lib.errors import Interrupted, Pruned
 
 if TYPE_CHECKING:
@@ -65,8 +66,6 @@ class Ending:
     on_closing: Callable[[], None] = lambda: None
     result: PipelineResult | None = field(default=None, init=False)
     interrupt: KeyboardInterrupt | None = field(default=None, init=False)
-    _before: dict[int, Any] = field(default_factory=lambda: {number: signal.getsignal(number) for number in _SIGNALS})
-    _is_undisturbed: bool = False
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
 
     def take_cancel(self, interrupt: KeyboardInterrupt) -> bool:
@@ -103,17 +102,10 @@ class Ending:
         self.on_closing()
         # Python lets only the main thread set handlers; without a caller nothing would put them back.
         if self.is_expected and threading.current_thread() is threading.main_thread():
-            self._is_undisturbed = True
             note = _patient_handler()
             for number in _SIGNALS:
                 if signal.getsignal(number) is not signal.SIG_IGN:
                     signal.signal(number, note)
-
-    def restore(self) -> None:
-        """Put back the handlers of before the flow; those that `close_undisturbed` replaced are partly Prefect's."""
-        if self._is_undisturbed:
-            for number, handler in self._before.items():
-                signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 @contextlib.contextmanager
@@ -122,9 +114,10 @@ def expect_ending(stop: StopRequest | None = None, **more: Any) -> Iterator[Endi
     ending = Ending(outlives_flow=True, stop=stop or StopRequest(), **more)
     token = _expected.set(ending)
     try:
-        yield ending
+        # Those of before the flow come back: what `close_undisturbed` replaces are partly Prefect's.
+        with signals_kept(*_SIGNALS):
+            yield ending
     finally:
-        ending.restore()
         _expected.reset(token)
 
 

@@ -4,7 +4,7 @@ A process that is killed reports nothing, so its runs stay Running in Prefect. F
 names its process (machine, pid, start time). The next command that uses the same Prefect finds the runs whose
 process is certainly gone and sets them, and their task runs, to Crashed. It also ends task runs that are open although
 their flow run has ended: task states travel as events, and a server that is killed may lose some. A run of another
-machine is left alone here: only its heartbeat on the storage can tell (`trainflow.flows.runs.heartbeat`).
+machine is left alone here: only its heartbeat on the storage can tell (`trainflow.flows.runs.run_status`).
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from trainer_lib.secrets import MASK, mask
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT
 from trainflow.flows.records.past_runs import RUN_FILE, RUNS, TAGS, PastRun, list_runs, raise_damage
-from trainflow.flows.runs.heartbeat import read_signs
+from trainflow.flows.runs.run_status import read_signs
 from trainflow.flows.stages import stage_names
 from trainflow.tasks.configs import TrackingConfig
 from trainflow.tasks.keys.keys import FOLDER_CHARS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -33,9 +34,9 @@ from trainer_lib.locks.lease import Holder
 from trainer_lib.storage import Store
 from trainflow.flows.cli.signals import stoppable
 from trainflow.flows.records import prefect_runs
-from trainflow.flows.records.ending import Ending, expect_ending
+from trainflow.flows.records.ending import expect_ending
 from trainflow.flows.reports.run_record import RunRecord
-from trainflow.flows.runs import heartbeat
+from trainflow.flows.runs import run_status
 from trainflow.flows.runs.run_status import find_statuses, sweep
 from trainflow.tasks.prefect.prefect_client import quick_client
 from trainflow.tasks.stage.manifest import StageManifest
@@ -223,11 +224,11 @@ def test_a_sign_names_the_server_that_was_configured(tmp_path: Path, monkeypatch
     for url, api in ((None, None), ("https://me:secret-1@team/api", "https://***@team/api")):
         if url is not None:
             monkeypatch.setenv("PREFECT_API_URL", url)
-        heart = heartbeat._Heart(recorded.child("alive"))
+        heart = run_status._Heart(recorded.child("alive"))
         heart.write()
-        [sign] = heartbeat.read_signs(recorded)
+        [sign] = run_status.read_signs(recorded)
         assert sign.api == api
-        heartbeat.remove_sign(recorded, sign)
+        run_status.remove_sign(recorded, sign)
 
 
 CRASHED = State(type=StateType.CRASHED)
@@ -338,7 +339,8 @@ def test_a_signal_at_the_very_end_does_not_undo_the_run(
     elif moment == "as the last task ends":
         signal_once(StageManifest, "store", lambda manifest: manifest.stage == "push-to-hub")
     else:
-        monkeypatch.setattr(Ending, "restore", lambda ending: os.kill(os.getpid(), signal.SIGINT))
+        end = SimpleNamespace(close=partial(os.kill, os.getpid(), signal.SIGINT))
+        monkeypatch.setattr("trainflow.flows.records.ending.signals_kept", lambda *_: contextlib.closing(end))
     with stoppable(lambda _: None, remedy="") as stop:
         result = run(folder, on_closing=stop.come_too_late)
     assert result.ok

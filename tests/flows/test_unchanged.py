@@ -45,8 +45,7 @@ from trainflow.flows.records.prefect_runs import OwnFlowRun, own_flow_run
 from trainflow.flows.records.recorded_spec import read_recorded_spec
 from trainflow.flows.records.results import PipelineResult
 from trainflow.flows.run_stages import result_if_unchanged
-from trainflow.flows.runs.heartbeat import read_signs
-from trainflow.flows.runs.run_status import find_still_forced, require_sources
+from trainflow.flows.runs.run_status import find_still_forced, read_signs, require_sources
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 from trainflow.flows.stages import all_stages
 from trainflow.tasks.stage import progress

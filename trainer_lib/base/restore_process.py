@@ -36,7 +36,7 @@ def signals_kept(*numbers: signal.Signals) -> Iterator[None]:
         yield
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: one that C has set
 
 
 @contextlib.contextmanager

@@ -25,9 +25,8 @@ from trainflow.flows.cli import options
 from trainflow.flows.cli.main import main
 from trainflow.flows.following import Training, Watch
 from trainflow.flows.records.past_runs import read_run
-from trainflow.flows.runs import heartbeat
-from trainflow.flows.runs.heartbeat import PAUSE_S
-from trainflow.flows.runs.run_status import RunStatus, State, find_statuses, look
+from trainflow.flows.runs import run_status
+from trainflow.flows.runs.run_status import PAUSE_S, RunStatus, State, find_statuses, look
 from trainflow.tasks.keys.keys import stage_key
 from trainflow.tasks.stage.manifest import StageManifest
 
@@ -104,18 +103,18 @@ def test_a_process_of_another_machine_is_watched_by_our_clock_alone(
     record(tmp_path, "a", "RUNNING")
     beat = sign(tmp_path, "a", ELSEWHERE)
     waits: list[float] = []
-    monkeypatch.setattr("trainflow.flows.runs.heartbeat.time.sleep", waits.append)
+    monkeypatch.setattr("trainflow.flows.runs.run_status.time.sleep", waits.append)
     assert only(tmp_path).state == "running"
     assert waits == [], "its beat is young"
     for seconds_ago in (300.0, -300.0):  # its clock may be wrong either way
         sign(tmp_path, "a", ELSEWHERE, seconds_ago=seconds_ago)
         assert only(tmp_path).state == "died"
         monkeypatch.setattr(
-            "trainflow.flows.runs.heartbeat.time.sleep", lambda _: beat.write_text('{"beat": "2", "stage": "train"}')
+            "trainflow.flows.runs.run_status.time.sleep", lambda _: beat.write_text('{"beat": "2", "stage": "train"}')
         )
         assert only(tmp_path).state == "running"
-        monkeypatch.setattr("trainflow.flows.runs.heartbeat.time.sleep", waits.append)
-    assert waits == [heartbeat.SILENT_S] * 2
+        monkeypatch.setattr("trainflow.flows.runs.run_status.time.sleep", waits.append)
+    assert waits == [run_status.SILENT_S] * 2
     sign(tmp_path, "a", ELSEWHERE, seconds_ago=60.0)  # a short silence is not a death
     found = only(tmp_path)
     assert (found.state, found.unswept, found.is_swept) == ("silent", (), True)
@@ -132,32 +131,32 @@ def test_a_run_that_ends_while_it_is_watched_has_not_died(tmp_path: Path, monkey
         beat.with_suffix(".json").unlink()
         beat.unlink()
 
-    monkeypatch.setattr("trainflow.flows.runs.heartbeat.time.sleep", end)
+    monkeypatch.setattr("trainflow.flows.runs.run_status.time.sleep", end)
     assert (only(tmp_path).state, only(tmp_path).is_swept) == ("finished", True)
 
 
 def test_a_sign_that_another_machine_removed_is_written_again(tmp_path: Path) -> None:
     folder = Store.open(str(tmp_path / "runs" / "a"))
-    heart = heartbeat._Heart(folder.child("alive"))
+    heart = run_status._Heart(folder.child("alive"))
     heart.write()
-    [before] = heartbeat.read_signs(folder)
-    heartbeat.remove_sign(folder, before)
+    [before] = run_status.read_signs(folder)
+    run_status.remove_sign(folder, before)
     heart.write()
-    [after] = heartbeat.read_signs(folder)
+    [after] = run_status.read_signs(folder)
     assert (after.id, after.holder) == (before.id, before.holder)
 
 
 def test_a_stage_that_waits_for_a_device_says_so_at_once(tmp_path: Path) -> None:
     here = Store.open(str(tmp_path))
-    heart = heartbeat._Heart(here.child("alive"))
+    heart = run_status._Heart(here.child("alive"))
     heart.write()
-    heart.start()
+    heart.thread.start()
     try:
         heart.listen({"event": "stage", "stage": "train", "status": "started"})
         heart.listen({"event": "progress", "stage": "train", "step": 5, "max_steps": 10})
         heart.listen({"event": "wait", "stage": "train", "message": "waits for GPU 0"})
         # Far sooner than the next beat.
-        wait_until(lambda: [sign.progress for sign in heartbeat.read_signs(here)] == ["waits for GPU 0"], 5)
+        wait_until(lambda: [sign.progress for sign in run_status.read_signs(here)] == ["waits for GPU 0"], 5)
     finally:
         heart.stop()
 
@@ -168,8 +167,8 @@ def test_drafts_that_killed_processes_left_go_with_the_sign_of_one(tmp_path: Pat
     for draft in (".one.beat.0123456789abcdef.tmp", ".another.json.0123456789abcdef.tmp"):
         (beat.parent / draft).write_bytes(b"half")
     folder = Store.open(tmp_path / "runs" / "a")
-    [dead] = heartbeat.read_signs(folder)
-    heartbeat.remove_sign(folder, dead)
+    [dead] = run_status.read_signs(folder)
+    run_status.remove_sign(folder, dead)
     assert [*beat.parent.iterdir()] == []
 
 
