@@ -334,12 +334,10 @@ def _existing(storage: str) -> Store:
     store = Store.open(storage, field="--storage")
     if not store.is_local or (folder := store.local_path()).is_dir():
         return store
-    if folder.exists():
-        remedy = "Name the folder that a run used as its storage."
-        raise ConfigError("This is a file, not a folder.", field="--storage", value=storage, remedy=remedy)
+    what, remedy = "There is no such folder.", "Name the folder or URL that a run used."
     siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
-    close = nearest(folder.name, siblings)
-    remedy = (
-        f'Did you mean "{shown(str(folder.with_name(close)))}"?' if close else "Name the folder or URL that a run used."
-    )
-    raise ConfigError("There is no such folder.", field="--storage", value=storage, remedy=remedy)
+    if folder.exists():
+        what, remedy = "This is a file, not a folder.", "Name the folder that a run used as its storage."
+    elif close := nearest(folder.name, siblings):
+        remedy = f'Did you mean "{shown(str(folder.with_name(close)))}"?'
+    raise ConfigError(what, field="--storage", value=storage, remedy=remedy)

@@ -185,13 +185,7 @@ class LiveDisplay:
     def __init__(self, out: Console) -> None:
         self._out = out
         self._stages: dict[str, _Stage] = defaultdict(_Stage)
-        self._live = Live(console=out, get_renderable=self._render, refresh_per_second=8, transient=True)
-
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[LiveDisplay]:
-        """Draw inside the block; at its end the drawing is removed, and the summary takes its place."""
-        with self._live:
-            yield self
+        self.live = Live(console=out, get_renderable=self._render, refresh_per_second=8, transient=True)
 
     def __call__(self, event: Event) -> None:
         """Take one event."""
@@ -253,7 +247,8 @@ _SPINNER = Spinner("dots", style="cyan")
 def progress(out: Console, *, plain: bool = False) -> Iterator[Display]:
     """The display that fits `out`, for the length of the block; with `plain` lines in any case."""
     if out.is_terminal and not out.is_dumb_terminal and not plain:
-        with LiveDisplay(out).shown() as display:
+        display = LiveDisplay(out)
+        with display.live:  # at its end the drawing is removed, and the summary takes its place
             yield display
     else:
         yield PlainDisplay(out)

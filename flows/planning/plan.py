@@ -93,7 +93,8 @@ class StagePlan:
         A stage that names no devices uses all of them, and every stage on a CPU shares the cores: such stages run one
         after the other. So do those of kind in_process, which share the process.
         """
-        if self._is_on_cpu or other._is_on_cpu or self.launch is None or other.launch is None:
+        on_cpu = any(plan.arguments is not None and plan.arguments.use_cpu for plan in (self, other))
+        if on_cpu or self.launch is None or other.launch is None:
             return False
         if "in_process" in (self.launch.kind, other.launch.kind):
             return False
@@ -103,10 +104,6 @@ class StagePlan:
         in_one_order = self.launch.device_order == other.launch.device_order
         # Without a list of GPUs a stage may use all of them.
         return bool(ours and theirs) and comparable and in_one_order and set(ours).isdisjoint(theirs)
-
-    @property
-    def _is_on_cpu(self) -> bool:
-        return self.arguments is not None and self.arguments.use_cpu
 
 
 @dataclass(frozen=True)

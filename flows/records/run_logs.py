@@ -106,7 +106,7 @@ class _StageLog:
 
     def __init__(self, folder: Store, attempt: int) -> None:
         self._folder = folder
-        self.attempt = attempt
+        self._attempt = attempt
         self._part = 0
         self._bytes = 0
         self._file: LineFile | None = None
@@ -118,7 +118,7 @@ class _StageLog:
                 return
             self.close()
             self._part, self._bytes = self._part + 1, 0
-            self._file = LineFile(self._folder, f"{self.attempt:04d}-{self._part:03d}.jsonl")
+            self._file = LineFile(self._folder, f"{self._attempt:04d}-{self._part:03d}.jsonl")
             self._file.replace([])
             if self._part == _MOST_PARTS:
                 kind, text = "warning", "The workers wrote more than is kept of one attempt; the rest is left out."
@@ -137,46 +137,36 @@ class _StageLog:
             self._file.close()
 
 
-class _RunLog:
-    """Takes the events of a run, and writes down what is worth reading later. A failure to write is logged once."""
-
-    def __init__(self, folder: Store) -> None:
-        self._folder = folder.child(LOGS)
-        self._stages: dict[str, _StageLog] = {}
-        self._lock = threading.Lock()
-        self._has_failed = False
-
-    def listen(self, event: Event) -> None:
-        """Take one event."""
-        stage, kind = str(event.get("stage") or ""), str(event.get("event"))
-        if not stage or self._has_failed:
-            return
-        text = _text_of(event, kind)
-        with self._lock:
-            try:
-                if kind == "stage" and event.get("status") == "started":
-                    if stage in self._stages:
-                        self._stages[stage].close()
-                    self._stages[stage] = _StageLog(self._folder.child(stage), int(event.get("attempt") or 1))
-                if text and stage in self._stages:
-                    self._stages[stage].write(kind if kind != "log" else "progress", text)
-            except (OSError, TrainflowError) as error:  # the work does not depend on its log
-                self._has_failed = True
-                _log.warning("What the workers write is not kept: %s", error)
-
-    def close(self) -> None:
-        """Write what is not in the store yet."""
-        with self._lock, contextlib.suppress(OSError, TrainflowError):
-            for log in self._stages.values():
-                log.close()
-
-
 @contextlib.contextmanager
 def keep_logs(folder: Store) -> Iterator[None]:
-    """Inside the block, keep in a run's folder what the workers of its stages write."""
-    log = _RunLog(folder)
-    with contextlib.closing(log), subscribe(log.listen):
-        yield
+    """Inside the block, keep in a run's folder what the workers of its stages write, until it cannot be written."""
+    logs: dict[str, _StageLog] = {}
+    lock, has_failed = threading.Lock(), threading.Event()
+
+    def listen(event: Event) -> None:
+        stage, kind = str(event.get("stage") or ""), str(event.get("event"))
+        if not stage or has_failed.is_set():
+            return
+        text = _text_of(event, kind)
+        with lock:
+            try:
+                if kind == "stage" and event.get("status") == "started":
+                    if stage in logs:
+                        logs[stage].close()
+                    logs[stage] = _StageLog(folder.child(LOGS, stage), int(event.get("attempt") or 1))
+                if text and stage in logs:
+                    logs[stage].write(kind if kind != "log" else "progress", text)
+            except (OSError, TrainflowError) as error:  # the work does not depend on its log
+                has_failed.set()
+                _log.warning("What the workers write is not kept: %s", error)
+
+    try:
+        with subscribe(listen):
+            yield
+    finally:
+        with lock, contextlib.suppress(OSError, TrainflowError):
+            for log in logs.values():
+                log.close()
 
 
 def _text_of(event: Event, kind: str) -> str:

@@ -33,28 +33,13 @@ from trainer_lib.model_folder.locate import trust_storage
 from trainer_lib.secrets import mask
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
+from trainflow.flows.records import past_runs, results
 from trainflow.flows.records.ending import expected_ending
-from trainflow.flows.records.past_runs import (
-    ARGUMENTS_FILE,
-    KEYS_FILE,
-    RUN_FILE,
-    SPEC_FILE,
-    read_record,
-    run_folder,
-    write_record,
-)
 from trainflow.flows.records.prefect_runs import current_flow_run_id
-from trainflow.flows.records.results import (
-    RUN_ID_CHARS,
-    PipelineResult,
-    collect_metrics,
-    describe_outcomes,
-    read_training_history,
-)
+from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
 from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
-from trainflow.flows.reports.report import LOSS, REPORT, draw_charts, render_report, render_summary
-from trainflow.flows.reports.report_facts import collect_sections
+from trainflow.flows.reports.report import LOSS, REPORT, collect_sections, draw_charts, render_report, render_summary
 from trainflow.flows.reports.run_tracking import ModelTracking, RunTracking, log_charts, registered_as, write_or_warn
 from trainflow.flows.stages import all_stages
 from trainflow.tasks.prefect.prefect_client import quick_client
@@ -101,7 +86,7 @@ class RunRecord:
         self.plan = plan
         self.result = result
         self.tracked: tracking.TrackedRun | None = None
-        self.folder = run_folder(plan.spec.storage, self.id)
+        self.folder = past_runs.run_folder(plan.spec.storage, self.id)
         self._start_s = time.monotonic()
         self._started = now()
         self._record: dict[str, Any] = {}
@@ -124,7 +109,7 @@ class RunRecord:
 
     def __enter__(self) -> Self:
         self.result.pipeline_key = self.plan.pipeline_key
-        self._record = read_record(self.folder)
+        self._record = past_runs.read_record(self.folder)
         try:
             self._open_tracking()
             self._model = ModelTracking(self.plan, self.folder, self.tracked, keeps_description=self._is_unchanged)
@@ -166,7 +151,7 @@ class RunRecord:
                     self.result.mlflow_run_id = self.result.run_url = self.result.tracking_uri = None
             # A run that changed nothing leaves the finished record alone; one without MLflow is RUNNING and must end.
             is_over = self.tracked is None and self._record.get("status") != "RUNNING"
-            if not is_over or not self.folder.exists(RUN_FILE):
+            if not is_over or not self.folder.exists(past_runs.RUN_FILE):
                 write_or_warn("record", lambda: self._write_record(status))
         finally:
             self._finish_tracking(status, stages=stages)
@@ -273,7 +258,7 @@ class RunRecord:
         """The trainer's log, from the stage that left one; of a training that failed, what it had logged until then."""
         for manifest in self.result.manifests().values():
             with contextlib.suppress(ValueError, StorageError):
-                if history := read_training_history(manifest.store()):
+                if history := results.read_training_history(manifest.store()):
                     return history
         return self.logged()
 
@@ -328,8 +313,8 @@ class RunRecord:
                 "stages": self._stages,
                 "worked_in": self._worked_in,
                 "planned": [name for name in plan.stages if plan.is_wanted(name)],
-                "outcomes": describe_outcomes(self.result.stages, self._record.get("outcomes")),
-                "metrics": collect_metrics(self.result.stages) or self._record.get("metrics", {}),
+                "outcomes": results.describe_outcomes(self.result.stages, self._record.get("outcomes")),
+                "metrics": results.collect_metrics(self.result.stages) or self._record.get("metrics", {}),
                 "failed": failed[0] if failed else None,
                 "only": plan.only,
                 "start": plan.start,
@@ -343,18 +328,18 @@ class RunRecord:
 
     def _save(self, record: dict[str, Any]) -> None:
         self._record = record
-        write_record(self.folder, record)
+        past_runs.write_record(self.folder, record)
 
     def _keep_sources(self) -> None:
         """Write the spec and the recipe's files as they are now, so that another machine can do the same."""
         spec, resolver = self.plan.spec, self.plan.context.resolver
         # It has the digests of the files that are written now.
         self.folder.delete(LINEAGE_FILE)
-        self.folder.write_bytes(SPEC_FILE, self.plan.spec_text.encode())
+        self.folder.write_bytes(past_runs.SPEC_FILE, self.plan.spec_text.encode())
         keys = {name: parse_json(key.to_json()) for name, key in self.plan.early_keys.items()}
-        self.folder.write_bytes(KEYS_FILE, json.dumps(keys).encode())
+        self.folder.write_bytes(past_runs.KEYS_FILE, json.dumps(keys).encode())
         arguments = {name: stage.arguments.to_dict() for name, stage in self.plan.stages.items() if stage.arguments}
-        self.folder.write_bytes(ARGUMENTS_FILE, json.dumps(arguments).encode())
+        self.folder.write_bytes(past_runs.ARGUMENTS_FILE, json.dumps(arguments).encode())
         own = {getattr(stage.config(spec), "recipe", None) for stage in all_stages()}
         for recipe in sorted({spec.recipe, *(name for name in own if name)}):
             for name, path in resolver.closure(recipe, spec.root).paths.items():

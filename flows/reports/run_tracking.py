@@ -42,14 +42,7 @@ from trainflow.flows.reports.report import render_summary
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import TRIAL
 from trainflow.tasks.configs import RegisterConfig
-from trainflow.tasks.model.logged_models import (
-    LoggedModel,
-    describe_exported,
-    describe_flavor,
-    link_evaluation,
-    log_models,
-    register_model,
-)
+from trainflow.tasks.model import logged_models
 from trainflow.tasks.model.outcome_tables import Outcome, read_answers, read_outcomes
 from trainflow.tasks.model.portable_model import write_description
 from trainflow.tasks.stage.facts import EvaluateFacts, PrepareFacts, TrainFacts
@@ -423,7 +416,7 @@ class ModelTracking:
         self._plan, self._folder, self._run = plan, folder, run
         self._keeps_description = keeps_description
         self._data: StageManifest[PrepareFacts] | None = None
-        self._exported: LoggedModel | None = None
+        self._exported: logged_models.LoggedModel | None = None
         self._flavor: Flavor | None = None
 
     def note_stage(self, manifest: StageManifest) -> None:
@@ -433,14 +426,14 @@ class ModelTracking:
         if run is None or exported is None:
             return
         if isinstance(manifest.facts, EvaluateFacts):
-            link_evaluation(run, exported, manifest)
+            logged_models.link_evaluation(run, exported, manifest)
             info = {} if self._data is None else self._data.facts.info
             write_or_warn("pictures of the evaluation", partial(log_outcomes, self._plan.spec, run, manifest, info))
             is_whole = self._flavor is not None or self._plan.context.flavor is None
             if is_whole and judge(self._plan.spec.evaluate, manifest).passed:
                 config, kept_in = self._plan.spec.register, self._folder.url
                 self._folder.delete(OUTCOME_FILE)  # of an earlier command, perhaps about another name
-                register_model(run, exported, manifest, config, self._flavor, kept_in=kept_in)
+                logged_models.register_model(run, exported, manifest, config, self._flavor, kept_in=kept_in)
                 self.registered = registered_as(config)
 
     def read_outcome(self, *, waits: bool) -> Registered | None:
@@ -464,11 +457,11 @@ class ModelTracking:
                 return
             config, context = self._plan.spec.publish_config(), self._plan.context
             trained = write_description(config, context, self._data, manifest, self._folder)
-            self._exported = describe_exported(trained, self._data, manifest)
+            self._exported = logged_models.describe_exported(trained, self._data, manifest)
             if self._run is not None:
-                log_models(self._run, trained, self._data, manifest)
+                logged_models.log_models(self._run, trained, self._data, manifest)
             if context.flavor is not None:
-                self._flavor = describe_flavor(trained.description, self._data, manifest)
+                self._flavor = logged_models.describe_flavor(trained.description, self._data, manifest)
         except (StorageError, CodeError) as unwritten:  # the model is committed all the same
             _log.warning("The model could not be described: %s", unwritten)
 

@@ -46,20 +46,16 @@ def reachable(api: str) -> Iterator[None]:
 
     try:
         yield
-    except httpx.TransportError as error:
+    except (httpx.TransportError, httpx.HTTPStatusError) as error:
         what = f"The connection to Prefect's server was lost ({type(error).__name__})."
         remedy = "What is committed stays: run the same command again."
-        raise InfrastructureError(what, field="prefect", value=api, remedy=remedy, details=_traceback(error)) from error
-    except httpx.HTTPStatusError as error:
-        if not str(error.request.url).startswith(api.rstrip("/")):
-            raise
-        what = f"Prefect's server refused a request: the answer is {error.response.status_code}."
-        remedy = "Read the server's log. What is committed stays: run the same command again."
-        raise InfrastructureError(what, field="prefect", value=api, remedy=remedy, details=_traceback(error)) from error
-
-
-def _traceback(error: Exception) -> str:
-    return "".join(traceback.format_exception(error))
+        if isinstance(error, httpx.HTTPStatusError):
+            if not str(error.request.url).startswith(api.rstrip("/")):
+                raise
+            what = f"Prefect's server refused a request: the answer is {error.response.status_code}."
+            remedy = f"Read the server's log. {remedy}"
+        details = "".join(traceback.format_exception(error))
+        raise InfrastructureError(what, field="prefect", value=api, remedy=remedy, details=details) from error
 
 
 def require_answer(api: str) -> None:

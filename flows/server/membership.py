@@ -214,22 +214,16 @@ class Membership:
     def _failure(self, what: str) -> InfrastructureError:
         lines = self.log.read_text(encoding="utf-8", errors="replace").strip().splitlines() if self.log.exists() else []
         cause = next((line.strip() for line in reversed(lines) if "Error" in line), "")
+        place, what = self.log, f"The embedded Prefect server did not start. {what} {cause}".rstrip()
+        remedy = "Read that log; or start a server of your own (`prefect server start`) and set PREFECT_API_URL."
         if self._database is not None and any(words in cause for words in _DAMAGED):
-            return InfrastructureError(
-                "The database of the embedded Prefect server is damaged.",
-                field="prefect",
-                value=str(self._database),
-                remedy="Move it away, with the files next to it that begin with its name: a new one is made. Results "
-                "and records of runs are on the storage; what Prefect's page had of earlier runs is lost.",
-                details="\n".join(lines[-40:]),
+            place, what = self._database, "The database of the embedded Prefect server is damaged."
+            remedy = (
+                "Move it away, with the files next to it that begin with its name: a new one is made. Results and "
+                "records of runs are on the storage; what Prefect's page had of earlier runs is lost."
             )
-        return InfrastructureError(
-            f"The embedded Prefect server did not start. {what} {cause}".rstrip(),
-            field="prefect",
-            value=str(self.log),
-            remedy="Read that log; or start a server of your own (`prefect server start`) and set PREFECT_API_URL.",
-            details="\n".join(lines[-40:]),
-        )
+        details = "\n".join(lines[-40:])
+        return InfrastructureError(what, field="prefect", value=str(place), remedy=remedy, details=details)
 
 
 def _identify(settings: Mapping[str, str]) -> str:

@@ -39,6 +39,7 @@ from trainflow.flows.records.results import describe_error, state_of
 from trainflow.flows.server.api import prefect_api, quiet_environment
 from trainflow.flows.spec.spec import PipelineSpec
 from trainflow.flows.spec.sweep_settings import SWEEP, SweepSettings
+from trainflow.flows.sweeps import trial_specs
 from trainflow.flows.sweeps.ledger import Ledger, TrialState
 from trainflow.flows.sweeps.sweep_result import (
     SWEEP_REPORT,
@@ -47,14 +48,6 @@ from trainflow.flows.sweeps.sweep_result import (
     draw_study,
     reached_text,
     render_sweep,
-)
-from trainflow.flows.sweeps.trial_specs import (
-    check_sweep,
-    identify,
-    pruning_metric,
-    require_same,
-    sweep_of,
-    with_values,
 )
 from trainflow.tasks.prefect.prefect_internals import console_handlers
 from trainflow.tasks.stage.progress import masked_api_logs
@@ -90,8 +83,8 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
     Args:
         listener: called with events: "began", "progress", "ended" and "warning", with their `trial`.
     """
-    settings, storage = sweep_of(spec), Store.open(spec.storage)
-    check_sweep(spec)
+    settings, storage = trial_specs.sweep_of(spec), Store.open(spec.storage)
+    trial_specs.check_sweep(spec)
     storage.ensure_writable(field="storage")
     quiet_environment()
     # Where MLflow's database is: next to it on the storage, or in this user's data.
@@ -108,9 +101,9 @@ def _take_up(spec: PipelineSpec, ledger: Ledger) -> None:
     """Make sure that the ledger's trials are those of this spec."""
     known = ledger.read_note(_IDENTITY)
     if known and any(trial.state in ("complete", "pruned", "failed") for trial in ledger.trials()):
-        require_same(spec, known)
+        trial_specs.require_same(spec, known)
         return
-    now = identify(spec)
+    now = trial_specs.identify(spec)
     if known and known != now:
         ledger.start_again()  # nothing has come of it
     ledger.write_note(_IDENTITY, now)
@@ -298,7 +291,7 @@ class _Sweep:
             error=self._failure,
         )
         self._write_best(result)
-        pictures = draw_study(ledger.study, settings.objective, pruning_metric(self._spec))
+        pictures = draw_study(ledger.study, settings.objective, trial_specs.pruning_metric(self._spec))
         page = render_sweep(result, pictures)
         self._folder.replace(SWEEP_REPORT, page.encode())
         if self._run is not None:
@@ -311,7 +304,8 @@ class _Sweep:
             best = result.trial(number)
             reached = reached_text(result.objective, best.objective or ())
             # What the sweep's spec says otherwise, with the trial's values, and ready to run.
-            ready = dump_yaml(with_values(self._spec, best.values).model_dump(mode="json", exclude_defaults=True))
+            spec = trial_specs.with_values(self._spec, best.values)
+            ready = dump_yaml(spec.model_dump(mode="json", exclude_defaults=True))
             text = f"# Trial {number} of the sweep {result.name}: {reached}. What it made is not made again.\n{ready}"
             self._folder.write_bytes(name, text.encode())
             result.best_specs[number] = f"{self._folder.url}/{name}"

@@ -13,14 +13,7 @@ from rich.text import Text
 from trainer_lib.base.durations import describe_bytes
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.paths import expand_home
-from trainer_lib.checkpoint.catalogue import (
-    CheckpointInfo,
-    list_excess,
-    list_linked,
-    read_checkpoint_info,
-    recognise_folder,
-    require_importable,
-)
+from trainer_lib.checkpoint import catalogue
 from trainer_lib.checkpoint.layout import DAMAGED, parse_step
 from trainer_lib.errors import ConfigError, DamagedError, NewerVersionError
 from trainer_lib.locks.claim import read_claim
@@ -127,7 +120,7 @@ def import_(
 
     recipe, function = _function(model)
     output, read = Store.open(destination, field="destination"), Store.open(source, field="source")
-    require_importable(read)  # before a worker is started
+    catalogue.require_importable(read)  # before a worker is started
     request = ImportRequest(output=output.url, source=read.url, recipe=recipe, model=function, debug=form.debug)
     out = terminal.console(stderr=True, quiet=form.quiet)
     with stoppable(out.print, remedy="Nothing was committed; run it again."), out.status("importing"):
@@ -189,7 +182,7 @@ class Entry:
     name: str
     step: int
     state: str
-    info: CheckpointInfo | None = None
+    info: catalogue.CheckpointInfo | None = None
     problems: tuple[str, ...] = ()
     best: bool = False
     readers: tuple[str, ...] = ()
@@ -243,7 +236,7 @@ def find(url: str) -> list[Entry]:
     roots = (store, store.child(_CHECKPOINTS), *(stages.child(key, _CHECKPOINTS) for key in stages.children()))
     entries = [entry for root in roots for entry in _entries(root)]
     if not entries:
-        known = recognise_folder(store)
+        known = catalogue.recognise_folder(store)
         what = f"No checkpoint is there, but {known.what}." if known else "No committed checkpoint is there."
         usual = "Name a storage, a train stage's folder, its checkpoints folder, or one checkpoint."
         raise ConfigError(what, field="url", value=url, remedy=known.remedy if known else usual)
@@ -251,7 +244,11 @@ def find(url: str) -> list[Entry]:
 
 
 def _entries(root: Store) -> list[Entry]:
-    steps = {name: step for name in {*root.children(), *list_linked(root)} if (step := parse_step(name)) is not None}
+    steps = {
+        name: step
+        for name in {*root.children(), *catalogue.list_linked(root)}
+        if (step := parse_step(name)) is not None
+    }
     names = sorted(steps, key=lambda name: steps[name], reverse=True)
     best = _best(root, names)
     return [_entry(root, name, best) for name in names]
@@ -260,11 +257,11 @@ def _entries(root: Store) -> list[Entry]:
 def _entry(root: Store, name: str, best: int | None) -> Entry:
     step = parse_step(name)
     step = -1 if step is None else step
-    if name in list_linked(root):
+    if name in catalogue.list_linked(root):
         return Entry(root, name, step, "link", problems=("a link, which is not followed",))
     store = root.child(name)
     try:
-        info = read_checkpoint_info(root, name)
+        info = catalogue.read_checkpoint_info(root, name)
         if info is not None:
             problems = tuple(verify_files(store, info.commit, digests=False))
             using = tuple(map(str, list_readers(store)))
@@ -277,7 +274,7 @@ def _entry(root: Store, name: str, best: int | None) -> Entry:
     # No commit, but a note: a resume found it damaged and withdrew its commit.
     if store.exists(DAMAGED):
         return Entry(root, name, step, "damaged", problems=(f"set aside, see {DAMAGED}",))
-    known = recognise_folder(store)
+    known = catalogue.recognise_folder(store)
     if known is not None:
         return Entry(root, name, step, "foreign", problems=(known.what,))
     claim = read_claim(store)
@@ -290,7 +287,7 @@ def _best(root: Store, names: Sequence[str]) -> int | None:
     """The step that the newest readable checkpoint records as the best; None when none records one."""
     for name in names:
         try:
-            info = None if name in list_linked(root) else read_checkpoint_info(root, name)
+            info = None if name in catalogue.list_linked(root) else catalogue.read_checkpoint_info(root, name)
             if info is not None and info.commit.entry(_STATE) is not None:
                 state = parse_json(root.child(name).read_bytes(_STATE, limit=_STATE_LIMIT), dict)
                 best = state.get("best_global_step")
@@ -312,7 +309,7 @@ def _victims(entries: Sequence[Entry], keep: int) -> Iterator[tuple[Entry, str]]
     for root in {entry.root.url: entry.root for entry in entries}.values():
         of_run = {entry.name: entry for entry in entries if entry.root.url == root.url}
         best = {entry.name for entry in of_run.values() if entry.best}
-        for info in list_excess(root, keep=keep, protect=best):
+        for info in catalogue.list_excess(root, keep=keep, protect=best):
             yield of_run[info.name], f"beyond the newest {keep}"
         # The stage's lease is next to `checkpoints/`: while it is held, an uncommitted folder may be a save under way.
         if find_holder(Store.open(root.url.rpartition("/")[0] or "/")) is None:
