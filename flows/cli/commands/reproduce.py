@@ -266,7 +266,7 @@ def prove_resume(
     """
     parsed = words.load()
     # After the spec is read: a mistake in it is shown before Prefect is imported.
-    from trainflow.flows.planning.prove_resume import Question, describe_record, find_failure, prove, write_record
+    from trainflow.flows.lineage.reproduction import Question, describe_record, find_failure, prove, write_record
 
     out = form.console()
     question = Question(at=at, steps=steps, kill=kill, keep=keep)
