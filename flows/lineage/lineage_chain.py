@@ -24,7 +24,7 @@ from trainer_lib.model_folder.locate import find_model, open_link
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import COMMIT, Commit, read_commit
 from trainflow.flows.records.past_runs import RUN_FILE, PastRun, find_run, list_runs, read_run, run_folder
-from trainflow.flows.records.run_lineage import compose_lineage
+from trainflow.flows.records.recorded_spec import compose_lineage
 from trainflow.tasks.stage.facts import PublishFacts
 from trainflow.tasks.stage.manifest import STAGES, look_up_in, stage_folder
 

@@ -6,30 +6,38 @@
 Where the project is on this machine, its recipe is used as it is now. Where it is not, the files that the run kept are
 copied to this user's cache, and compared with the digests in the record. A source of the data that is not here counts
 as what it was: prepared data that is committed needs no source.
+
+The lineage of a run, what was made from what and where it was published, is written as `lineage.json` when it ends. For
+a run without one, which has not ended or is older, it is made from what the stages have committed.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from trainer_lib.errors import ConfigError, StorageError
+from trainer_lib.model_folder.description import FILE as MODEL_FILE
+from trainer_lib.model_folder.description import SOURCE
+from trainer_lib.model_folder.lineage import FILE, Lineage, StageLink
 from trainer_lib.protocol.recipe_names import FOLDER
-from trainer_lib.storage import Store, relative_problem
-from trainflow.flows.records.past_runs import SPEC_FILE, PastRun, run_folder
+from trainer_lib.storage import FileEntry, Store, relative_problem
+from trainflow.flows.records.past_runs import ARGUMENTS_FILE, KEYS_FILE, SPEC_FILE, PastRun, run_folder
 from trainflow.flows.spec.spec import PipelineSpec, parse_spec
-from trainflow.flows.stages import all_stages
+from trainflow.flows.stages import all_stages, stage_names
 from trainflow.tasks.keys import sources as _sources
 from trainflow.tasks.keys.resolver import Resolver
-from trainflow.tasks.stage.manifest import read_key_fields
+from trainflow.tasks.model.model_lineage import describe_lineage
+from trainflow.tasks.stage.manifest import look_up_in, read_key_fields
 
 _SPEC_BYTES = 1 << 20
 _GONE = {"evaluate": ("rows_per_range",)}
 """Settings, by their section, that recorded specs have with their defaults and that no spec takes any more."""
 _SOURCE_BYTES = 64 << 20
+_KEPT = (SPEC_FILE, ARGUMENTS_FILE, KEYS_FILE, MODEL_FILE)
 
 
 def read_recorded_spec(storage: str, run: PastRun, say: Callable[[str], object]) -> PipelineSpec:
@@ -166,3 +174,34 @@ def _recorded_sources(storage: str, run: PastRun, spec: PipelineSpec) -> dict[st
     if not isinstance(recorded, list) or len(recorded) != len(spec.prepare.sources):
         return {}
     return {source: found for source, found in zip(spec.prepare.sources, recorded, strict=True) if source in absent}
+
+
+# -- lineage -----------------------------------------------------------------------------------------------------------
+
+
+def write_lineage(storage: str, folder: Store, record: Mapping[str, Any]) -> None:
+    """Write the lineage of a run that has ended into its folder; `record` is its `run.json`. Raises StorageError."""
+    kept = [info for info in folder.list() if info.path in _KEPT or info.path.startswith(f"{SOURCE}/")]
+    files = tuple(FileEntry(info.path, info.size, folder.digest(info.path)) for info in kept)
+    folder.write_bytes(FILE, compose_lineage(storage, folder, record, files=files).to_json())
+
+
+def compose_lineage(
+    storage: str, folder: Store, record: Mapping[str, Any], *, files: tuple[FileEntry, ...] = ()
+) -> Lineage:
+    """The lineage of a run, from its record and the commit files of its stages; their files are not read."""
+    keys = {str(stage): str(key) for stage, key in dict(record.get("stages") or {}).items()}
+    order = [*(name for name in stage_names() if name in keys), *sorted(set(keys) - set(stage_names()))]
+    found = (look_up_in(storage, name, keys[name]) for name in order)
+    manifests = [manifest for manifest in found if manifest is not None and manifest.key == keys[manifest.stage]]
+    lineage = describe_lineage(
+        str(record.get("name")),
+        manifests,
+        run=folder.url.rstrip("/").rpartition("/")[2],
+        mlflow=(record.get("tracked_run"), record.get("mlflow_run_id")),
+        files=files,
+    )
+    known = {link.stage: link for link in lineage.stages}
+    # A stage whose commit file is gone or damaged is a link all the same.
+    stages = tuple(known.get(name, StageLink(stage=name, key=keys[name])) for name in order)
+    return Lineage(**{**vars(lineage), "stages": stages})

@@ -36,8 +36,8 @@ from trainflow.flows.planning.plan import Plan
 from trainflow.flows.records import past_runs, results
 from trainflow.flows.records.ending import expected_ending
 from trainflow.flows.records.prefect_runs import current_flow_run_id
+from trainflow.flows.records.recorded_spec import write_lineage
 from trainflow.flows.records.results import RUN_ID_CHARS, PipelineResult
-from trainflow.flows.records.run_lineage import write_lineage
 from trainflow.flows.records.run_names import name_run
 from trainflow.flows.reports.report import LOSS, REPORT, collect_sections, draw_charts, render_report, render_summary
 from trainflow.flows.reports.run_tracking import ModelTracking, RunTracking, log_charts, registered_as, write_or_warn
