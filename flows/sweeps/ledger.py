@@ -111,31 +111,25 @@ class Ledger:
     """The study in a folder of this machine; `study` is Optuna's own. `close` releases the database."""
 
     def __init__(self, folder: Path, settings: SweepSettings) -> None:
+        """Open the study, or make it. Raises ConfigError if the file is not a study, or out of reach."""
         self.folder = folder
         self.file = folder / DATABASE
         self.settings = settings
         self.study: Any = None
         self._optuna = _optuna()
         self._storage: Any = None
-
-    @classmethod
-    def open(cls, folder: Path, settings: SweepSettings) -> Ledger:
-        """Open the study, or make it. Raises ConfigError if the file is not a study, or out of reach."""
-        ledger = cls(folder, settings)
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "trials").mkdir(exist_ok=True)
-            with ledger._locked():
-                ledger._open()
+            (folder / "trials").mkdir(parents=True, exist_ok=True)
+            with self._locked():
+                self._open()
         except Exception as error:
-            ledger.close()
+            self.close()
             raise ConfigError(
                 f"The sweep's ledger cannot be opened: {first_line(error)}.",
-                field=str(ledger.file),
+                field=str(self.file),
                 remedy="Repair the disk or its permissions; or give the sweep another name (sweep.name): what is "
                 "trained already is not trained again.",
             ) from error
-        return ledger
 
     @property
     def num_trials(self) -> int:

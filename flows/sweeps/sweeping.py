@@ -89,7 +89,7 @@ def run_sweep(spec: PipelineSpec, *, listener: Listener = lambda _: None, debug:
     quiet_environment()
     # Where MLflow's database is: next to it on the storage, or in this user's data.
     folder = tracking.spool_dir(storage).parents[1] / SWEEPS / f"{spec.name}-{settings.name}"
-    ledger = Ledger.open(folder, settings)
+    ledger = Ledger(folder, settings)
     try:
         _take_up(spec, ledger)
         return _Sweep(spec, ledger, listener, debug=debug).run()

@@ -22,20 +22,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from trainer_lib import errors
 from trainer_lib.base.json_text import parse_json
 from trainer_lib.base.suggestions import number_words
-from trainer_lib.errors import (
-    CodeError,
-    ConfigError,
-    DataError,
-    Interrupted,
-    NonFiniteError,
-    OutOfMemoryError,
-    Preempted,
-    Pruned,
-    TrainflowError,
-    from_exception,
-)
 from trainer_lib.launch.settings.gpu_selection import SHARED_BY
 from trainer_lib.storage import Store
 from trainflow.flows.records.ending import StopRequest
@@ -51,8 +40,8 @@ from trainflow.tasks.tracking import mlflow_run as tracking
 
 _PARENT_S = 20.0
 """Seconds that the first trial waits for the id of the sweep's own MLflow run."""
-_MISTAKES = (ConfigError, CodeError, DataError)
-_OF_THE_TRIAL = (NonFiniteError, OutOfMemoryError, *_MISTAKES)
+_MISTAKES = (errors.ConfigError, errors.CodeError, errors.DataError)
+_OF_THE_TRIAL = (errors.NonFiniteError, errors.OutOfMemoryError, *_MISTAKES)
 _OUT = threading.Lock()
 _log = logging.getLogger(__name__)
 
@@ -75,7 +64,7 @@ class Slot:
         self._debug = bool(orders.get("debug"))
         self._parent: str | None = None
         self._has_waited = False
-        self.ledger = Ledger.open(Path(orders["folder"]), self._settings)
+        self.ledger = Ledger(Path(orders["folder"]), self._settings)
 
     def work(self) -> None:
         """Run trials until none is left to claim. Raises a TrainflowError that is not one trial's own."""
@@ -97,7 +86,7 @@ class Slot:
 
             with subscribe(watch):
                 result = run_pipeline(spec, debug=self._debug, stop=watch.stop, delivers_later=True)
-        except TrainflowError as error:  # refused before the flow began
+        except errors.TrainflowError as error:  # refused before the flow began
             result = PipelineResult(self._spec.name, "", self._spec.storage, error=error)
         claim.note(
             run=result.pipeline_key[:RUN_ID_CHARS] or None,
@@ -119,7 +108,7 @@ class Slot:
             objective = [there[name] for name in wanted]
             claim.complete(objective)
             _emit({**ended, "state": "complete", "objective": objective})
-        elif isinstance(error, Pruned):
+        elif isinstance(error, errors.Pruned):
             claim.end("pruned", error.message)
             _emit({**ended, "state": "pruned", "reason": error.message})
         elif not isinstance(error, _OF_THE_TRIAL):
@@ -192,7 +181,7 @@ def reported_metrics(result: PipelineResult) -> dict[str, float]:
     for stage, manifest in result.manifests().items():
         found |= flat_metrics(manifest.metrics, timings=True)
         if stage == "train":
-            with contextlib.suppress(ValueError, TrainflowError):
+            with contextlib.suppress(ValueError, errors.TrainflowError):
                 for entry in read_training_history(manifest.store()):
                     numbers = {name: value for name, value in entry.items() if isinstance(value, int | float)}
                     found |= {name: float(value) for name, value in numbers.items() if name.startswith("eval_")}
@@ -219,10 +208,10 @@ def main() -> int:
         with prefect_api(meanwhile=lambda: importlib.import_module("trainflow.flows.pipeline")):
             slot = Slot(orders)
             slot.work()
-    except (KeyboardInterrupt, Interrupted, Preempted):
-        return Interrupted.exit_code
+    except (KeyboardInterrupt, errors.Interrupted, errors.Preempted):
+        return errors.Interrupted.exit_code
     except Exception as error:
-        failure = from_exception(error)
+        failure = errors.from_exception(error)
         _emit({"event": "failed", "error": failure.to_record()})
         return failure.exit_code
     finally:
@@ -242,7 +231,7 @@ def _end_with_owner() -> None:
     # Not by `sys.stdin`, whose lock a thread must not hold when the interpreter ends.
     while os.read(0, 1024):
         pass
-    os._exit(Interrupted.exit_code)
+    os._exit(errors.Interrupted.exit_code)
 
 
 def _interrupt(number: int, _: FrameType | None) -> None:

@@ -170,7 +170,7 @@ def opened() -> Iterator[Opened]:
 
 
 def ledger(opened: Opened, folder: Path, **changes: Any) -> Ledger:
-    opened.append(Ledger.open(folder, design(**changes)))
+    opened.append(Ledger(folder, design(**changes)))
     return opened[-1]
 
 
@@ -303,7 +303,7 @@ def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) ->
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The database of a sweep of one axis with two trials that have ended."""
     folder = tmp_path_factory.mktemp("ended")
-    first = Ledger.open(folder, design(space=RATES))
+    first = Ledger(folder, design(space=RATES))
     for value in (0.5, 1e-300):
         claim = first.claim()
         assert claim is not None
@@ -341,7 +341,7 @@ def test_a_trial_whose_values_were_changed_after_its_end_is_named_and_decides_no
 def test_a_file_that_is_not_a_study_is_refused(tmp_path: Path) -> None:
     (tmp_path / DATABASE).write_text("not a database, and long enough to be looked at as one" * 20)
     with pytest.raises(ConfigError, match=r"cannot be opened.*not a database"):
-        Ledger.open(tmp_path, design())
+        Ledger(tmp_path, design())
 
 
 @pytest.mark.parametrize("harm", ["gone", "damaged"])
