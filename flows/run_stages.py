@@ -250,7 +250,12 @@ class _StageRun:
         """Hand a manifest to the stages that follow, log it to the MLflow run, and note the stage's outcome."""
         self._manifests[manifest.stage] = manifest
         # Before it is noted: a run whose stages are all noted has nothing left to log.
-        self._track(manifest, ran=status == "ran")
+        if self._tracked is not None:
+            facts = (committed.facts for committed in self._manifests.values())
+            # Evaluation and publication belong to the step at which training ended.
+            step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
+            track_stage(self._tracked, manifest, step=step or 0)
+            self._plan.stages[manifest.stage].stage.track(self._tracked, manifest, status == "ran")
         self._note(name, status, reason, seconds, manifest)
         self._record.note_stage(manifest)
         if isinstance(manifest.facts, PrepareFacts):
@@ -259,15 +264,6 @@ class _StageRun:
             except ConfigError:
                 self._skip_rest("the spec names a split that was not prepared")
                 raise
-
-    def _track(self, manifest: StageManifest, *, ran: bool) -> None:
-        if self._tracked is None:
-            return
-        facts = (committed.facts for committed in self._manifests.values())
-        # Evaluation and publication belong to the step at which training ended.
-        step = next((kept.global_step for kept in facts if isinstance(kept, TrainFacts)), None)
-        track_stage(self._tracked, manifest, step=step or 0)
-        self._plan.stages[manifest.stage].stage.track(self._tracked, manifest, ran)
 
     def _skip_rest(self, why: str) -> None:
         for name in stage_names():

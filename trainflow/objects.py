@@ -6,10 +6,9 @@ import html
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
-
-from typing_extensions import override
 
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.storage import Store
@@ -163,6 +162,7 @@ class Spec:
         return f"Spec({self.name!r}, storage={self.storage!r})"
 
 
+@dataclass(init=False, repr=False, unsafe_hash=True)
 class Run:
     """One recorded run. What it says is read from the storage when it is asked for, and of a run at work changes.
 
@@ -176,6 +176,9 @@ class Run:
         ConfigError: no such run, or several; or no storage was named and the working directory has none.
         StorageError: the storage cannot be read.
     """
+
+    storage: str
+    id: str
 
     def __init__(self, name: str, *, storage: Place | None = None) -> None:
         if storage is None and f"/{RUNS}/" in name:
@@ -223,10 +226,9 @@ class Run:
         """Its stages by name: columns state, seconds, reason, committed, rows, url."""
         import pandas as pd
 
-        names = ["state", "seconds", "reason", "committed", "rows", "url"]
+        names = ["stage", "state", "seconds", "reason", "committed", "rows", "url"]
         rows = [[getattr(stage, name) for name in names] for stage in self.details().stages]
-        index = pd.Index([stage.stage for stage in self.details().stages], name="stage")
-        return pd.DataFrame(rows, index=index, columns=names)
+        return pd.DataFrame(rows, columns=names).set_index("stage")
 
     def details(self) -> RunDetails:
         """Everything that is recorded: spec, arguments, code, versions, places, attempts (`trainflow show --json`)."""
@@ -351,14 +353,6 @@ class Run:
 
     def __repr__(self) -> str:
         return f"Run({self.id!r}, name={self.name!r}, status={self.status!r})"
-
-    @override
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Run) and (self.storage, self.id) == (other.storage, other.id)
-
-    @override
-    def __hash__(self) -> int:
-        return hash((self.storage, self.id))
 
     @property
     def _recorded(self) -> PastRun:

@@ -119,7 +119,10 @@ class PlainDisplay:
             if kind == "log" and event.get("step") and (text := measured(event)):
                 self._print(name, text)
             elif kind in ("progress", "log"):
-                self._progress(name)
+                text = self._stages[name].text
+                if text and time.monotonic() - self._printed.get(name, (0.0, ""))[0] >= _PLAIN_EVERY_S:
+                    self._printed[name] = (time.monotonic(), text)
+                    self._print(name, text)
 
     def say(self, text: str) -> None:
         """Show one line that is not an event."""
@@ -139,12 +142,6 @@ class PlainDisplay:
         self._printed[name] = (time.monotonic(), "")
         if stage.status != "skipped":  # the summary shows it
             self._print(name, stage_sentence(event, stage.seconds))
-
-    def _progress(self, name: str) -> None:
-        text = self._stages[name].text
-        if text and time.monotonic() - self._printed.get(name, (0.0, ""))[0] >= _PLAIN_EVERY_S:
-            self._printed[name] = (time.monotonic(), text)
-            self._print(name, text)
 
     def _print(self, name: str, text: str) -> None:
         self._write(self._out, f"{name:<13} {text}")

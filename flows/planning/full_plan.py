@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer_lib.arguments import TrainingArguments, total_batch_size
@@ -266,17 +264,7 @@ def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
     model = 0 if estimate is None else estimate.size.stored_bytes
     # Published once more, besides the export of the stage.
     copies = 2 if plan.spec.publish.enabled and plan.spec.publish.to is None else 1
-    return Room(size, min(saves, most), copies * model, free_bytes(plan.spec.storage))
-
-
-def free_bytes(storage: str) -> int | None:
-    """The bytes that are free where a storage is, or will be; None for a remote store, which does not say."""
-    store = Store.open(storage)
-    if not store.is_local:
-        return None
-    folder: Path = store.local_path()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    return shutil.disk_usage(existing).free
+    return Room(size, min(saves, most), copies * model, Store.open(plan.spec.storage).free_bytes())
 
 
 # -- the whole ---------------------------------------------------------------------------------------------------------

@@ -80,13 +80,11 @@ def current_flow_run_id() -> UUID | None:
     return None if context is None or context.flow_run is None else context.flow_run.id
 
 
-@contextlib.contextmanager
-def created_by_this_process() -> Iterator[None]:
+def created_by_this_process() -> contextlib.AbstractContextManager[set[str]]:
     """Tag the flow run that is created inside the block as this process's, from its first moment on."""
     from prefect import tags
 
-    with tags(_own_tag()):
-        yield
+    return tags(_own_tag())
 
 
 def _own_tag() -> str:

@@ -195,8 +195,7 @@ def prefect_api(*, meanwhile: Callable[[], object] = lambda: None) -> Iterator[s
         membership.leave()
 
 
-@contextlib.contextmanager
-def _settings_of(api: str, password: str) -> Iterator[None]:
+def _settings_of(api: str, password: str) -> contextlib.AbstractContextManager[None]:
     """Prefect's settings inside the block, for this thread and for those that copied no context.
 
     A request to a server that hangs is given up early and repeated, because the server is soon started again. The
@@ -213,8 +212,7 @@ def _settings_of(api: str, password: str) -> Iterator[None]:
         # Else a client asks for a token first, also where the server, which shares our settings, takes none.
         settings.PREFECT_CLIENT_CSRF_SUPPORT_ENABLED: settings.PREFECT_SERVER_CSRF_PROTECTION_ENABLED.value(),
     }
-    with settings_for_every_thread(updates):
-        yield
+    return settings_for_every_thread(updates)
 
 
 @contextlib.contextmanager

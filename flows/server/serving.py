@@ -168,13 +168,11 @@ def _runs() -> set[psutil.Process]:
     return found
 
 
-@contextlib.contextmanager
-def _environment(url: str, more: Mapping[str, str]) -> Iterator[None]:
+def _environment(url: str, more: Mapping[str, str]) -> contextlib.AbstractContextManager[None]:
     """Inside the block, set the variables that the processes of runs inherit."""
     folder = server_folder(url)
     own = {**_RUN_ENVIRONMENT, OWNER: str(os.getpid()), **({SERVER_FOLDER: str(folder)} if folder else {})}
-    with variables_kept({**own, **more}):
-        yield
+    return variables_kept({**own, **more})
 
 
 @dataclass(frozen=True)

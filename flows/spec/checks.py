@@ -211,6 +211,10 @@ def _refuse_read_only(url: str, field: str) -> None:
 
 
 def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
+    """Check arguments, and what is in the files that some of them name."""
+    from trainer_lib.arguments.coerce import read_mapping
+    from trainer_lib.arguments.validation import FILE_FIELDS
+
     for stage in all_stages():
         config = stage.config(spec)
         if not hasattr(config, "args"):
@@ -219,26 +223,17 @@ def _check_arguments(spec: PipelineSpec, resolver: Resolver) -> None:
             if config.args.get(name) is not None:
                 what = "The pipeline decides this argument."
                 raise ConfigError(what, field=f"{stage.section}.args.{name}", value=config.args[name], remedy=remedy)
-        _check_argument_files(config.args, resolver, stage.section)
+        prefix = f"{stage.section}.args"
+        args = resolver.arguments(config.args, prefix=prefix)
+        for name in FILE_FIELDS:
+            if isinstance(file := getattr(args, name), str):
+                content = read_mapping(expand_home(file), field=f"{prefix}.{name}")
+                resolver.arguments({**config.args, name: content}, prefix=prefix)
     train = resolver.arguments(spec.train.args)
     if str(train.eval_strategy) != "no" and spec.train.eval_split is None:
         what = "Evaluation while training is switched on, but no split is named."
         remedy = "Set train.eval_split=validation (a split that prepare makes), or train.args.eval_strategy=no."
         raise ConfigError(what, field="train.eval_split", remedy=remedy)
-
-
-def _check_argument_files(given: Mapping[str, Any], resolver: Resolver, section: str) -> None:
-    """Check arguments, and what is in the files that some of them name."""
-    from trainer_lib.arguments.coerce import read_mapping
-    from trainer_lib.arguments.validation import FILE_FIELDS
-
-    prefix = f"{section}.args"
-    args = resolver.arguments(given, prefix=prefix)
-    for name in FILE_FIELDS:
-        file = getattr(args, name)
-        if isinstance(file, str):
-            content = read_mapping(expand_home(file), field=f"{prefix}.{name}")
-            resolver.arguments({**given, name: content}, prefix=prefix)
 
 
 def _check_launches(spec: PipelineSpec, resolver: Resolver) -> None:
