@@ -23,16 +23,7 @@ from trainer_lib.data.rows.reading import Reading
 from trainer_lib.data.rows.row_files import read_rows
 from trainer_lib.data.rows.row_sources import find_row_files
 from trainer_lib.errors import DataError, TrainflowError
-from trainer_lib.recipes.tables.cells import (
-    NOTHING,
-    USUAL,
-    fold,
-    is_index,
-    iso_dates,
-    looks_like_date,
-    number_of,
-    plain_value,
-)
+from trainer_lib.recipes.tables import cells
 from trainer_lib.recipes.tables.table_files import SAME, Table, naming_sources
 
 _ROWS = 20_000  # that are looked at
@@ -162,13 +153,13 @@ class Guesses(Guess):
             self._lists.add(name)
             return _BETWEEN[0].join(value)
         try:
-            return plain_value(value, name, "", Reading())
+            return cells.plain_value(value, name, "", Reading())
         except DataError as error:
             table.unread.setdefault(name, error.message)
             return None
 
     def _find_label(self, label: str | None) -> str:
-        names = [name for name in self._table.columns if not is_index(name)]
+        names = [name for name in self._table.columns if not cells.is_index(name)]
         if label is not None:
             self.options["label"] = label, ""
             return self._table.require(label, field="--label")
@@ -198,7 +189,7 @@ class Guesses(Guess):
     def _may_be_label(self, name: str) -> bool:
         texts = [str(value) for value in self._table.columns[name] if value is not None]
         different = set(texts)
-        if len(different) < 2 or looks_like_date(texts[0]):
+        if len(different) < 2 or cells.looks_like_date(texts[0]):
             return False
         few = len(different) <= max(_MOST_NAMES, len(texts) / 2)
         return few or 2 * sum(_read_number(text) is not None for text in texts) > len(texts)
@@ -249,9 +240,9 @@ class Guesses(Guess):
         if all(_read_number(text) is not None for text in texts):
             return None
         for mark in _BETWEEN:
-            cells = [[part.strip() for part in text.split(mark) if part.strip()] for text in texts]
-            parts = Counter(part for cell in cells for part in cell)
-            often = sum(len(cell) > 1 for cell in cells) > _OFTEN * len(texts)
+            divided = [[part.strip() for part in text.split(mark) if part.strip()] for text in texts]
+            parts = Counter(part for cell in divided for part in cell)
+            often = sum(len(cell) > 1 for cell in divided) > _OFTEN * len(texts)
             if often and len(parts) <= min(_MOST_NAMES, len(set(texts))) and min(parts.values()) > 1:
                 return mark
         return None
@@ -260,15 +251,15 @@ class Guesses(Guess):
         values = [value for value in self._table.columns[name] if value is not None]
         texts = [str(value) for value in values]
         different = len(set(texts))
-        if is_index(name) or different < 2:
-            self._ignored[name] = "the index of a table" if is_index(name) else "always the same"
+        if cells.is_index(name) or different < 2:
+            self._ignored[name] = "the index of a table" if cells.is_index(name) else "always the same"
         elif _ID.fullmatch(name) and different == len(self._table) and "id" not in self.options:
             self.options["id"] = name, "guess: its name, and all values differ; it is no feature"
         elif _ID.fullmatch(name) and different > _FEW and not self._is_number(name, texts):
             self._ignored[name] = "names of things"
             if different < 0.9 * len(texts):
                 self.comments.append(f"If rows of one {name} are alike: split: {{by: group, column: {_yaml(name)}}}.")
-        elif looks_like_date(texts[0]):
+        elif cells.looks_like_date(texts[0]):
             self._look_at_dates(name)
         elif not self._is_number(name, texts):
             self._look_at_texts(name, texts, different)
@@ -276,7 +267,7 @@ class Guesses(Guess):
     def _is_number(self, name: str, texts: Sequence[str]) -> bool:
         if any(map(_ZEROS.fullmatch, texts)):
             return False
-        others = Counter(text for text in texts if number_of(text) is None and text not in USUAL)
+        others = Counter(text for text in texts if cells.number_of(text) is None and text not in cells.USUAL)
         are_thousands = bool(others) and all(map(_THOUSANDS.fullmatch, others))
         if 2 * sum(others.values()) > len(texts) and not are_thousands:
             return False
@@ -293,7 +284,7 @@ class Guesses(Guess):
         values = self._table.columns[name]
         if are_thousands:
             values = [None if value is None else Reading(thousands=",").with_point(str(value)) for value in values]
-        read = (None if value is None else number_of(value) for value in values)
+        read = (None if value is None else cells.number_of(value) for value in values)
         numbers = np.array([np.nan if number is None else number for number in read], np.float64)
         self._numbers[name] = numbers
         if np.isnan(numbers).any():
@@ -302,7 +293,7 @@ class Guesses(Guess):
 
     def _look_at_dates(self, name: str) -> None:
         try:
-            dates, _ = iso_dates(
+            dates, _ = cells.iso_dates(
                 self._table.texts(name), None, setting=name, column=name, place=lambda row: self._table.places[row]
             )
         except DataError as error:
@@ -338,8 +329,8 @@ class Guesses(Guess):
             self._kinds["hashed"][texts[0]] = 64
 
     def _find_merged(self, name: str, texts: Sequence[str]) -> None:
-        names = set(texts) - NOTHING
-        if len({fold(text) for text in names}) < len(names) and self.recipe == "tabular-classification":
+        names = set(texts) - cells.NOTHING
+        if len({cells.fold(text) for text in names}) < len(names) and self.recipe == "tabular-classification":
             self._kinds["merge"].append(name)
 
     def _write_options(self) -> None:
@@ -453,7 +444,7 @@ def _is_of_images(address: str) -> bool:
 
 def _read_number(text: str) -> float | None:
     """The number that a text is, also with commas between thousands; None for another text."""
-    return number_of(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
+    return cells.number_of(text.replace(",", "") if _THOUSANDS.fullmatch(text) else text)
 
 
 def _option(name: str, value: Any, why: str) -> list[str]:

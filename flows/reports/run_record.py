@@ -351,8 +351,7 @@ class RunRecord:
 # -- while it lasts, and in Prefect's UI ------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def collect_history(record: RunRecord) -> Iterator[None]:
+def collect_history(record: RunRecord) -> contextlib.AbstractContextManager[None]:
     """Collect the log of the training inside the block: the curve of one that fails."""
     history: list[dict[str, Any]] = []
     record.logged = lambda: list(history)
@@ -367,8 +366,7 @@ def collect_history(record: RunRecord) -> Iterator[None]:
             if len(history) > _MOST_ENTRIES:
                 history[:] = history[::2]
 
-    with subscribe(listen):
-        yield
+    return subscribe(listen)
 
 
 @contextlib.contextmanager
