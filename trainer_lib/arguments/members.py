@@ -112,7 +112,7 @@ class ZeroPlugin:
 
     @property
     def deepspeed_config(self) -> dict[str, Any]:
-        """DeepSpeed's configuration, read anew."""
+        """DeepSpeed's configuration, without sizes that follow from the model."""
         return self.read_config()
 
 
