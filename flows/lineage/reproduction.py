@@ -1,4 +1,4 @@
-"""The same result again, of a recorded run or of an interrupted training.
+"""Results made twice: a recorded run once more, and a training that is stopped and resumed.
 
 `trainflow reproduce`: a recorded run, once more from its spec, sources and versions, and what came out compared.
 
