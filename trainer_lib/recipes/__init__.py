@@ -90,8 +90,12 @@ class PrepareOutput:
     def write_file(self, name: str, data: bytes) -> None:
         """Store `data` under a relative name, for `DataInfo.read_file(name)`. A second call replaces the file."""
         if not isinstance(data, bytes | bytearray):
-            what = f"The function write_file takes bytes, and got {kind_of(data)}."
-            raise DataError(what, field="prepare", value=name, remedy="Encode a text: text.encode().")
+            raise DataError(
+                f"The function write_file takes bytes, and got {kind_of(data)}.",
+                field="prepare",
+                value=name,
+                remedy="Encode a text: text.encode().",
+            )
         try:
             entry = self._store.child(ASSETS).write_bytes(name, bytes(data))
         except ConfigError as error:

@@ -94,8 +94,12 @@ class TrainedModel:
             raise ConfigError("Both were given.", field="model and model_init", remedy="Give one of them.")
         model = trainer.call_model_init() if given is None else given
         if not isinstance(model, nn.Module):
-            what = "The model is not a torch.nn.Module."
-            raise ConfigError(what, field="model", value=type(model).__name__, remedy="Give a module.")
+            raise ConfigError(
+                "The model is not a torch.nn.Module.",
+                field="model",
+                value=type(model).__name__,
+                remedy="Give a module.",
+            )
         models.refuse_untrainable(model)
         models.keep_layout(model)
         trainer.is_model_parallel = models.is_spread(model, self._internals.world.device)
