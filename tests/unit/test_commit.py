@@ -24,9 +24,8 @@ from trainer_lib.storage.commit import (
     write_commit,
 )
 
+
 # --------------------------------------------------------------------------------------------- stores that fail
-
-
 def _number_of_writes(url: str, faults: Faults) -> int:
     faults.plan(None)
     committed(Store.open(url))
@@ -76,21 +75,17 @@ def test_a_deletion_that_stops_half_way_never_leaves_a_complete_looking_folder(
         with pytest.raises((StorageError, Died)):
             withdraw_folder(store)
         faults.plan(None)
-        found = read_commit(store)
-        assert found is None or verify_files(store, commit) == []
+        assert read_commit(store) is None or verify_files(store, commit) == []
 
 
 # ------------------------------------------------------------------------------------------------- the file itself
-
-
 def test_equal_content_has_an_equal_digest_whatever_the_time_and_the_meta(tmp_path: Path) -> None:
     one, two = Store.open(tmp_path / "1"), Store.open(tmp_path / "2")
     first = write_commit(one, "stage", write_files(one), {"run": 1})
     second = write_commit(two, "stage", list(reversed(write_files(two))), {"run": 2})
     assert first.content_digest == second.content_digest
     assert first.id != second.id
-    changed = [*first.files[:-1], FileEntry("y", 0, first.files[-1].sha256)]
-    assert content_digest(changed) != first.content_digest
+    assert content_digest([*first.files[:-1], FileEntry("y", 0, first.files[-1].sha256)]) != first.content_digest
 
 
 def test_any_flipped_bit_of_the_commit_file_is_noticed(memory_url: str) -> None:
@@ -182,32 +177,16 @@ def test_a_malformed_commit_is_refused_with_its_reason(change: dict[str, Any], r
 @pytest.mark.parametrize(
     "data",
     [
-        *(
-            b"\xff\xfe",
-            b"[" * 100_000,
-            b'{"a":' * 100_000,
-            b"1" * 10_000,
-            b'"',
-            b"null",
-            b"[]",
-            b"{}",
-            b"NaN",
-            b"nul",
-            b"",
-        ),
-        *(b"\0", b'"\\ud800"', b'{"format": 1, "format": 1}'),
+        *(b"\xff\xfe", b"[" * 100_000, b'{"a":' * 100_000, b"1" * 10_000, b"null", b"[]", b"{}", b"NaN", b"nul"),
+        *(b'"', b"", b"\0", b'"\\ud800"', b'{"format": 1, "format": 1}'),
+        json.dumps({**GOOD, "meta": {"x": "HERE"}})
+        .replace('"HERE"', "[" * 900 + "]" * 900)
+        .encode(),  # cannot be written
     ],
 )
 def test_what_is_no_commit_is_refused_and_nothing_crashes(data: bytes, tmp_path: Path) -> None:
     (tmp_path / COMMIT).write_bytes(data)
     with bounded(50), pytest.raises(DamagedError):
-        read_commit(Store.open(tmp_path))
-
-
-def test_a_deep_meta_that_parses_but_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    text = json.dumps({**GOOD, "meta": {"x": "HERE"}}).replace('"HERE"', "[" * 900 + "]" * 900)
-    (tmp_path / COMMIT).write_text(text)
-    with pytest.raises(DamagedError):
         read_commit(Store.open(tmp_path))
 
 

@@ -49,6 +49,8 @@ TWICE = [{"role": "system", "content": "short"}, USER, ANSWER, {"role": "user", 
 TWICE += [{"role": "assistant", "content": "2"}]
 LONG = "".join(random.Random(0).choices(string.ascii_letters, k=900))
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "f", "arguments": {}}}]}
+CONVERSATION = read_conversation("here", {"messages": TWICE}, "messages")
+NO_PROMPTS = ([3], [{"prompt": "a?", "answer": []}, {"text": "a?"}], [{"prompt": "a?", "answer": " "}], ["long " * 500])
 
 
 def answers(made: Prepared, split: str = "train") -> list[str]:
@@ -109,8 +111,7 @@ def test_a_faulty_conversation_is_named_by_row_and_turn_and_left_out_where_that_
     refused = CHATS.refused(tmp_path, content, split=split)
     assert (refused.field, words in str(refused)) == ("prepare.options.faulty", True)
     assert "chats.jsonl, row 1 (line 2): " in str(refused)
-    made = CHATS.prepare(tmp_path, content, split=split, faulty=0.1)
-    counts = made[2].info["packing"]["train"]
+    counts = CHATS.prepare(tmp_path, content, split=split, faulty=0.1)[2].info["packing"]["train"]
     assert (counts["faulty"], counts["documents"], counts["tokens_trained"]) == (1, 9, 18)
 
 
@@ -136,8 +137,7 @@ def test_the_summary_names_what_is_left_out_and_cut_and_a_setting_refuses_more(t
     untrained: dict[str, Any] = {"messages": [USER, {**ANSWER, "train": False}]}
     rows = jsonl(*({**row, "fold": "train"} for row in [good] * 8 + [long, untrained]), {**good, "fold": "test"})
     options: dict[str, Any] = {"split": {"by": "column", "column": "fold"}, "overlong": "cut", "faulty": 0.1}
-    made = CHATS.prepare(tmp_path, rows, **options)
-    shapes, train, test = made[2].info["summary"]
+    shapes, train, test = CHATS.prepare(tmp_path, rows, **options)[2].info["summary"]
     assert shapes == "11 conversations: 11 in the shape messages."
     assert train.startswith("train: 9 with ")
     assert "; 1 left out: 1 have nothing that is trained; 1 with answers that are cut." in train
@@ -162,21 +162,16 @@ def test_the_end_of_answers_is_trained_where_the_pad_token_is_the_same(tmp_path:
     made = CHATS.prepare(tmp_path, rows, folder=str(tmp_path / "tokenizer"), pack=[])
     assert "6 train the token that fills up rows, as it ends answers too" in made[2].info["summary"][1]
     batch = collate_of(made)(made[1]["train"])
-    end = tokenizer.eos_token_id
-    assert (batch["labels"] == end).sum() == 6
+    assert (batch["labels"] == tokenizer.eos_token_id).sum() == 6
     assert batch["labels"][batch["attention_mask"] == 0].eq(-100).all()
     assert (batch["attention_mask"] == 0).any()
 
 
-@pytest.mark.parametrize("value", ["there.jinja", "missing.jinja"])
-def test_a_template_is_read_from_a_file(tmp_path: Path, value: str) -> None:
+def test_a_template_is_read_from_a_file(tmp_path: Path) -> None:
     (tmp_path / "there.jinja").write_text(TEMPLATES["plain"])
-    rows, template = jsonl(*[{"messages": [USER, ANSWER]}] * 8), str(tmp_path / value)
-    if value == "missing.jinja":
-        assert "cannot be read" in str(CHATS.refused(tmp_path, rows, template=template))
-    else:
-        made = CHATS.prepare(tmp_path, rows, template=template)
-        assert kept_tokenizer(made[2]).decode(made[1]["test"][0]["input_ids"]).startswith("user: one?\nassistant: 1")
+    rows = jsonl(*[{"messages": [USER, ANSWER]}] * 8)
+    made = CHATS.prepare(tmp_path, rows, template=str(tmp_path / "there.jinja"))
+    assert kept_tokenizer(made[2]).decode(made[1]["test"][0]["input_ids"]).startswith("user: one?\nassistant: 1")
 
 
 @pytest.mark.parametrize(
@@ -184,6 +179,7 @@ def test_a_template_is_read_from_a_file(tmp_path: Path, value: str) -> None:
     [
         ({"loss_on": "user"}, "assistant, last, all"),
         ({"template": "llama"}, "There is no template of this name"),
+        ({"template": "/nowhere/missing.jinja"}, "cannot be read"),
         ({"shape": "chat"}, "not one of the choices"),
         ({"faulty": 1.0}, "not a share"),
         ({"overlong": "split"}, "cut, drop, refuse"),
@@ -197,7 +193,6 @@ def test_bad_options_are_refused(tmp_path: Path, options: dict[str, Any], words:
 
 
 # -- which tokens are trained -----------------------------------------------------------------------------------------
-CONVERSATION = read_conversation("here", {"messages": TWICE}, "messages")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -208,8 +203,7 @@ def test_the_answers_with_their_ends_are_trained_as_marks_of_the_template_say(na
     marked = ChatTemplate(family_tokenizer(), marked_text(*parts))
     tokens, trained_on = template.tokenize(CONVERSATION)
     assert template.tokenizer.decode(tokens[trained_on]) == f"1{end}2{end}"
-    last = template.tokenize(CONVERSATION, loss_on="last")[1]
-    assert template.tokenizer.decode(tokens[last]) == f"2{end}"
+    assert template.tokenizer.decode(tokens[template.tokenize(CONVERSATION, loss_on="last")[1]]) == f"2{end}"
     assert template.tokenize(CONVERSATION, loss_on="all")[1].all()
     for messages in (TWICE, *chats()):
         conversation = read_conversation("here", {"messages": messages}, "messages")
@@ -365,21 +359,13 @@ def _judge_before_and_after(packed: Prepared, model: nn.Module, written: Sequenc
     data.build_first = None
 
 
-@pytest.mark.parametrize(
-    ("prompts", "field"),
-    [
-        ([3], "evaluate.options.prompts"),
-        ([{"prompt": "a?", "answer": []}, {"text": "a?"}], "evaluate.options.prompts"),
-        ([{"prompt": "a?", "answer": " "}], "evaluate.options.prompts"),
-        (["long " * 500], "evaluate.options.prompts"),
-    ],
-)
-def test_prompts_that_cannot_be_asked_are_refused(packed: Prepared, prompts: list[Any], field: str) -> None:
+@pytest.mark.parametrize("prompts", NO_PROMPTS)
+def test_prompts_that_cannot_be_asked_are_refused(packed: Prepared, prompts: list[Any]) -> None:
     recipe, _, data = packed
     assert recipe.after_evaluate is not None
     with pytest.raises(ConfigError) as caught:
         recipe.after_evaluate(recipe.build_model({"config": TINY}, data).eval(), data, {"prompts": prompts})
-    assert (caught.value.field, bool(caught.value.remedy)) == (field, True)
+    assert (caught.value.field, bool(caught.value.remedy)) == ("evaluate.options.prompts", True)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -10,7 +10,7 @@ import pytest
 
 from trainer_lib.base.paths import PathOptions
 from trainer_lib.errors import ConfigError
-from trainer_lib.protocol.recipe_names import ABOUT, FOLDER
+from trainer_lib.protocol.recipe_names import ABOUT
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec
 from trainflow.tasks.code.closure import Closure, closure, find_root
@@ -19,6 +19,11 @@ from trainflow.tasks.configs import PrepareConfig, TrainConfig
 from trainflow.tasks.keys import resolver as _resolver
 from trainflow.tasks.keys.declared_paths import declared_paths, keyed_options, warn_of_unread
 from trainflow.tasks.keys.resolver import Resolver
+
+DOCUMENTED = 'def f():\n    "{}"\nprint(f.__doc__)\n'
+PLUS = "def f(x):\n    return x + 1\n"
+SPELT = "def prepare(options, out):\n    return rows(options['rows'], options.get('seed', 1))\n\ndef rows(n, s): ...\n"
+ODD, PATIENT = PrepareConfig(options={"row": 1, "seed": 2}), TrainConfig(options={"patience": 3})
 
 
 def write(root: Path, **files: str) -> Path:
@@ -66,8 +71,10 @@ def test_imports_are_followed_through_the_project_only(
 
 
 def test_no_recipe_by_name_imports_what_only_a_run_knows(tmp_path: Path) -> None:
-    names = [name for name in ABOUT if closure(FOLDER / f"{name.replace('-', '_')}.py", tmp_path).unseen]
-    assert not names, "all files of a project would count"
+    imports = "\n".join(f"import trainer_lib.recipes.{name.replace('-', '_')}" for name in ABOUT)
+    found = closure(write(tmp_path, recipe=imports), tmp_path)
+    assert len(found.files) > len(ABOUT)
+    assert not found.unseen, "all files of a project would count"
 
 
 def test_nothing_is_executed(tmp_path: Path) -> None:
@@ -75,10 +82,6 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     text = f"from pathlib import Path\nPath({str(marker)!r}).touch()\nimport helper\n"
     assert set(closure(write(tmp_path, recipe=text, helper=text), tmp_path).files) == {"recipe.py", "helper.py"}
     assert not marker.exists()
-
-
-DOCUMENTED = 'def f():\n    "{}"\nprint(f.__doc__)\n'
-PLUS = "def f(x):\n    return x + 1\n"
 
 
 @pytest.mark.parametrize(
@@ -150,8 +153,6 @@ def test_a_recipe_is_read_once_for_a_command_and_again_when_it_was_edited(
 
 
 # -- options that are never read --------------------------------------------------------------------------------------
-SPELT = "def prepare(options, out):\n    return rows(options['rows'], options.get('seed', 1))\n\ndef rows(n, s): ...\n"
-ODD, PATIENT = PrepareConfig(options={"row": 1, "seed": 2}), TrainConfig(options={"patience": 3})
 
 
 def code_of(folder: Path, recipe: str, **files: str) -> Code:
@@ -293,14 +294,12 @@ def test_a_key_holds_no_folder_of_this_machine_and_the_content_of_sources(tmp_pa
     assert fields["options"]["images"] == {**source, "below": "images"}
     assert fields["options"]["more"] == [{"path": "../b"}, "s3://bucket/x"]
     assert fields["options"]["note"] == "data/images"
-    model = one.early_keys["train"].fields["model"]
-    assert model == {"vocabulary": {"path": "vocab.txt"}, "width": 3}
+    assert one.early_keys["train"].fields["model"] == {"vocabulary": {"path": "vocab.txt"}, "width": 3}
     # The declaration changes what the recipe gets, so it changes the key, also where no annotation is executed.
     digests = set()
     for recipe in (RECIPE, RECIPE.replace("images: Path", "images: str")):
         write(tmp_path / "one", recipe=LAZY + recipe)
-        plan = Plan.of(load_spec(tmp_path / "one" / "pipeline.yaml"))
-        digests.add(plan.early_keys["prepare-data"].digest)
+        digests.add(Plan.of(load_spec(tmp_path / "one" / "pipeline.yaml")).early_keys["prepare-data"].digest)
     assert len(digests) == 2
 
 

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import gc
 import importlib
 import importlib.machinery
 import logging
-import multiprocessing
 import os
 import sys
 import time
 import types
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,83 +26,42 @@ from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
 
 ROWS = classification_rows(12)
+LOADING: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3, "in_order": False}
+SETTINGS = {"use_reentrant": True, "preserve_rng_state": False}
+NO_WARMUP = "warmup_steps = 3 has no effect: the schedule constant has no warm-up"
+LOGGED: dict[str, Any] = {"max_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
 
 
 # ------------------------------------------------------------------------------------------------------------- loading
-class Numbered(Dataset[Any]):
-    """Tells which process read a sample; may count reads, and call something before the first sample."""
-
-    def __init__(self, count: int = 8, before_first: Callable[[], object] = lambda: None) -> None:
-        self.count, self.before_first = count, before_first
-        self.reads = multiprocessing.get_context("fork").Value("i", 0)
+class Readers(Dataset[Any]):
+    """Tells which process read a sample."""
 
     def __len__(self) -> int:
-        return self.count
+        return 8
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == 0:
-            self.before_first()
-        with self.reads.get_lock():
-            self.reads.value += 1
         return {"labels": index, "process": os.getpid()}
 
 
-def loader(folder: Path, data: Any, **given: Any) -> Any:
-    settings = {"per_device_train_batch_size": 1, "train_sampling_strategy": "sequential", **given}
-    return trainer(folder, data, remove_unused_columns=False, **settings).get_train_dataloader()
+@pytest.mark.parametrize("workers", [0, 2])
+def test_dataloader_num_workers_processes_read(workers: int, tmp_path: Path) -> None:
+    given: dict[str, Any] = {"per_device_train_batch_size": 1, "remove_unused_columns": False}
+    batches = trainer(tmp_path, Readers(), dataloader_num_workers=workers, **given).get_train_dataloader()
+    found = {int(batch["process"]) for batch in batches}
+    assert len(found) == max(1, workers) and (os.getpid() in found) == (workers == 0)
 
 
-def readers(batches: Any) -> set[int]:
-    return {int(batch["process"]) for batch in batches}
-
-
-def test_dataloader_num_workers_processes_read(tmp_path: Path) -> None:
-    assert readers(loader(tmp_path, Numbered())) == {os.getpid()}
-    found = readers(loader(tmp_path, Numbered(), dataloader_num_workers=2))
-    assert len(found) == 2 and os.getpid() not in found
-
-
-@pytest.mark.parametrize("kept", [True, False])
-def test_dataloader_persistent_workers_stay_for_the_next_epoch(kept: bool, tmp_path: Path) -> None:
-    batches = loader(tmp_path, Numbered(), dataloader_num_workers=1, dataloader_persistent_workers=kept)
-    assert (readers(batches) == readers(batches)) == kept
-    del batches
-    gc.collect()
-
-
-@pytest.mark.parametrize("factor", [1, 3])
-def test_dataloader_prefetch_factor_batches_are_read_ahead(factor: int, tmp_path: Path) -> None:
-    data = Numbered()
-    batches = iter(loader(tmp_path, data, dataloader_num_workers=1, dataloader_prefetch_factor=factor))
-    next(batches)
-    deadline = time.monotonic() + 10
-    while data.reads.value < factor + 1 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert data.reads.value == factor + 1
-    del batches
-    gc.collect()
-
-
-def test_dataloader_multiprocessing_context_says_how_workers_start(tmp_path: Path) -> None:
-    class Local(Numbered):
-        """A class in a function cannot be sent to a process that starts from nothing."""
-
-    given: dict[str, Any] = {"dataloader_num_workers": 1, "dataloader_multiprocessing_context": "fork"}
-    assert len(readers(loader(tmp_path, Local(2), **given))) == 1
-    with pytest.raises(UserWarning, match="pickle error when attempting to start a worker"):
-        list(loader(tmp_path, Local(2), **{**given, "dataloader_multiprocessing_context": "spawn"}))
-
-
-@pytest.mark.parametrize(("in_order", "expected"), [(True, [0, 1]), (False, [1, 0])])
-def test_dataloader_in_order_waits_for_a_slow_batch(in_order: bool, expected: list[int], tmp_path: Path) -> None:
-    gate = multiprocessing.get_context("fork").Event()
-    # Out of order it waits for the other one, however late its process starts on a busy machine.
-    data = Numbered(2, partial(gate.wait, 0.3 if in_order else 60))
-    order = []
-    for batch in loader(tmp_path, data, dataloader_num_workers=2, dataloader_in_order=in_order):
-        order.append(int(batch["labels"]))
-        gate.set()
-    assert order == expected
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_arguments_of_loading_are_those_of_torchs_loader(context: str, tmp_path: Path) -> None:
+    given = {f"dataloader_{name}": value for name, value in LOADING.items()}
+    one = trainer(tmp_path, ROWS, dataloader_multiprocessing_context=context, **given)
+    loader: Any = one.get_train_dataloader()
+    assert {name: getattr(loader, name) for name in LOADING} == LOADING
+    assert loader.multiprocessing_context.get_start_method() == context
+    evaluation: Any = one.get_eval_dataloader(ROWS)
+    assert evaluation.in_order, "predictions are matched to samples by position"
+    usual: Any = trainer(tmp_path, ROWS, dataloader_num_workers=2).get_train_dataloader()
+    assert (usual.persistent_workers, usual.prefetch_factor, usual.in_order) == (False, 2, True)
 
 
 def test_dataloader_pin_memory_counts_where_there_is_an_accelerator(tmp_path: Path) -> None:
@@ -125,9 +80,6 @@ class Recomputing(Classifier):
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         self.told = gradient_checkpointing_kwargs
-
-
-SETTINGS = {"use_reentrant": True, "preserve_rng_state": False}
 
 
 @pytest.mark.parametrize(
@@ -234,9 +186,6 @@ def test_float8_that_would_have_no_place_is_refused(given: dict[str, Any], messa
         trainer(tmp_path, ROWS, **given)
 
 
-NO_WARMUP = "warmup_steps = 3 has no effect: the schedule constant has no warm-up"
-
-
 @pytest.mark.parametrize(
     ("given", "words", "times"),
     [
@@ -317,7 +266,6 @@ def test_local_rank_of_an_old_launcher_counts_without_an_environment(monkeypatch
 
 
 # ----------------------------------------------------------------------------------------------------------- reporting
-LOGGED: dict[str, Any] = {"max_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
 
 
 @pytest.mark.parametrize(("disabled", "expected"), [(True, "{'loss':"), (False, "step 1/1")])

@@ -114,7 +114,6 @@ def test_a_run_that_continues_calls_nothing_for_finished_sources(tmp_path: Path)
     [
         ([], {}, "no sources"),
         ([2, 2], {}, "listed twice"),
-        ([2, 3], {"floats": [3]}, r"differ in column 'label': int64 in 2, float64 in 3"),
         ([4, 3], {"text_ids": True, "untested": [3]}, r"in the splits 'test' and 'train'|in the splits 'train' and"),
         ([4, 3], {"ids": 1}, r"in the splits 'test' and 'train'|in the splits 'train' and 'test'"),
         ([0], {}, "no rows"),
