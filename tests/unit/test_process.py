@@ -17,27 +17,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from trainer_lib import errors
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.arguments.configs.parallelism_config import Layout
 from trainer_lib.base.memory import MemoryTracker
 from trainer_lib.distributed import communicator as distributed
 from trainer_lib.distributed.communicator import SingleProcess, choose_device
 from trainer_lib.distributed.precision import apply_tf32, create_precision, full_eval_dtype
-from trainer_lib.errors import (
-    CodeError,
-    ConfigError,
-    DataError,
-    InfrastructureError,
-    StorageError,
-    first_line,
-    from_exception,
-    is_lost_peer,
-    lost_peer_error,
-)
 from trainer_lib.protocol.footprint import STRATEGIES, Footprint, ModelSize, footprints
 from trainer_lib.trainer.attempts import MemoryRanOut, call_within_memory
 
 TASKS = {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}
+CPU = torch.device("cpu")
+SIZE = ModelSize(100, 100, 400, 400, 800, 50, None, 100, 400)
 
 
 @pytest.fixture
@@ -54,7 +46,7 @@ def test_the_nth_process_of_a_machine_takes_the_nth_gpu(gpus: pytest.MonkeyPatch
     assert choose_device(use_cpu=False) == torch.device("cuda", 1)
     assert choose_device(use_cpu=True) == torch.device("cpu")
     gpus.setenv("LOCAL_RANK", "2")
-    with pytest.raises(ConfigError, match="LOCAL_RANK = 2: There are only 2 GPUs"):
+    with pytest.raises(errors.ConfigError, match="LOCAL_RANK = 2: There are only 2 GPUs"):
         choose_device(use_cpu=False)
 
 
@@ -73,7 +65,7 @@ def test_mps_is_taken_alone_only(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(use_cpu=False) == torch.device("mps")
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ConfigError, match="MPS serves one process"):
+    with pytest.raises(errors.ConfigError, match="MPS serves one process"):
         choose_device(use_cpu=False)
 
 
@@ -85,11 +77,8 @@ def test_xla_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choose_device(use_cpu=False) == torch.device("cpu")  # installed, but not asked for
     monkeypatch.setenv("PJRT_DEVICE", "TPU")
     assert choose_device(use_cpu=True) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"PJRT_DEVICE = TPU: XLA is not served.*use_cpu=True"):
+    with pytest.raises(errors.ConfigError, match=r"PJRT_DEVICE = TPU: XLA is not served.*use_cpu=True"):
         choose_device(use_cpu=False)
-
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
@@ -132,7 +121,9 @@ def test_whole_models_are_cast_for_evaluation_when_asked() -> None:
     assert full_eval_dtype(TrainingArguments()) is None
     assert full_eval_dtype(TrainingArguments(bf16_full_eval=True)) is torch.bfloat16
     assert full_eval_dtype(TrainingArguments(fp16_full_eval=True)) is torch.float16
-    with pytest.raises(ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"):
+    with pytest.raises(
+        errors.ConfigError, match=r"fp16 = True: Training in float16 is not supported on MPS\. Use bf16=True"
+    ):
         create_precision(TrainingArguments(fp16=True), torch.device("mps"))
 
 
@@ -160,16 +151,12 @@ def test_memory_is_reported_per_stage_and_init_with_the_first() -> None:
         assert set(again) == keys
 
 
-SIZE = ModelSize(100, 100, 400, 400, 800, 50, None, 100, 400)
-
-
 def by_name(size: ModelSize, processes: int, **settings: Any) -> dict[str, Footprint]:
     return {each.strategy: each for each in footprints(size, processes, **settings)}
 
 
 def test_a_small_bucket_is_taken_as_it_is_set_and_a_large_evaluation_is_the_peak() -> None:
-    large = by_name(replace(SIZE, evaluation_bytes=10_000), 1)["single"]
-    assert large.total == 400 + 800 + 10_000
+    assert by_name(replace(SIZE, evaluation_bytes=10_000), 1)["single"].total == 400 + 800 + 10_000
     ranks = by_name(replace(SIZE, micro_batch=4), 2, alone=8)  # one process alone may have a larger micro batch
     assert (ranks["single"].activations, ranks["ddp"].activations) == (100, 50)
     # A part that does not come out even counts as the largest.
@@ -252,19 +239,19 @@ def test_a_checkpoint_of_the_model_alone_has_no_optimizer_state() -> None:
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
         (ValueError("Connection closed by peer"), False),
         (dist.DistBackendError("NCCL error: unhandled cuda error: Cuda failure 2 'out of memory'"), False),
-        (InfrastructureError("A worker could not be started."), False),
-        (DataError("It is empty."), False),
+        (errors.InfrastructureError("A worker could not be started."), False),
+        (errors.DataError("It is empty."), False),
     ],
 )
 def test_a_lost_peer_is_recognized_by_class_or_text(error: Exception, is_lost: bool) -> None:
-    assert is_lost_peer(error) is is_lost
-    typed = lost_peer_error(error, rank=2)
+    assert errors.is_lost_peer(error) is is_lost
+    typed = errors.lost_peer_error(error, rank=2)
     assert (typed is not None) is is_lost
     if typed is not None:
-        assert isinstance(typed, InfrastructureError) and typed.rank == 2
+        assert isinstance(typed, errors.InfrastructureError) and typed.rank == 2
         typed.__cause__ = error
-        assert is_lost_peer(typed)  # as the Trainer raises it: still a consequence
-        assert lost_peer_error(typed, rank=2) is None  # typed already
+        assert errors.is_lost_peer(typed)  # as the Trainer raises it: still a consequence
+        assert errors.lost_peer_error(typed, rank=2) is None  # typed already
 
 
 @pytest.fixture(autouse=True)
@@ -329,7 +316,7 @@ def test_a_tensor_in_the_frames_of_an_error_that_is_over_does_not_delay_the_end(
     ],
 )
 def test_an_error_is_told_in_one_line_that_is_never_empty(message: str, line: str) -> None:
-    assert first_line(OSError(message)) == line
+    assert errors.first_line(OSError(message)) == line
 
 
 def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> None:
@@ -339,7 +326,7 @@ def test_memory_that_ran_out_is_noticed_whatever_the_message_begins_with() -> No
     with pytest.raises(MemoryRanOut, match="CUDA out of memory"):
         call_within_memory(SingleProcess(), work)
     # As with transformers, callers catch wrong input as value errors.
-    assert issubclass(ConfigError, ValueError) and issubclass(DataError, ValueError)
+    assert issubclass(errors.ConfigError, ValueError) and issubclass(errors.DataError, ValueError)
 
 
 def test_a_folder_for_temporary_files_that_was_removed_is_named(
@@ -348,9 +335,9 @@ def test_a_folder_for_temporary_files_that_was_removed_is_named(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "removed"))
     with pytest.raises(FileNotFoundError) as missing:
         tempfile.mkdtemp()
-    failure = from_exception(missing.value)
-    assert isinstance(failure, StorageError)
+    failure = errors.from_exception(missing.value)
+    assert isinstance(failure, errors.StorageError)
     assert (failure.field, failure.value) == ("TMPDIR", str(tmp_path / "removed"))
     with pytest.raises(FileNotFoundError) as another:
         (tmp_path / "data.csv").read_text()
-    assert isinstance(from_exception(another.value), CodeError)
+    assert isinstance(errors.from_exception(another.value), errors.CodeError)

@@ -158,8 +158,7 @@ def test_the_projects_root_is_searched_last(tmp_path: Path) -> None:
     written(tmp_path / "project", "VALUE = 5\n", "helper_of_mine.py")
     written(tmp_path / "project", "raise RuntimeError('shadowed')\n", "json.py")
     text = "import json\nfrom helper_of_mine import VALUE\n" + MINIMAL.replace("7", "VALUE")
-    recipe = load(written(tmp_path / "project" / "deep", text), tmp_path / "project")
-    assert recipe.build_model({}, data()) == 5
+    assert load(written(tmp_path / "project" / "deep", text), tmp_path / "project").build_model({}, data()) == 5
     assert sys.path[-2:] == [str(tmp_path / "project"), str(tmp_path / "project" / "deep")]
 
 

@@ -32,6 +32,8 @@ NO_SECRETS = """
     average_tokens_across_devices include_num_input_tokens_seen instance_token key content_key sort_key key_size
     secretary attention_mask mask_replace_prob
 """
+UNITS = ["a", "-", "a_", "mysql -", "curl -u a", "eyJ-aaaaaaaa", "://a:", "-----BEGIN A ", "password", "'password': '"]
+UNITS += ["login a password", "Authorization: ", "--token ", "SG.aaaaaaaaaaaaaaaa", "1234567890:", "?a=", '"', "basic "]
 
 
 @pytest.mark.parametrize(
@@ -280,10 +282,6 @@ def test_the_value_of_every_variable_that_says_so_is_masked(
         return
     for form in (value, quote(value, safe=""), f"<{value}>"):
         assert value not in mask(f"it sent {form} there") and quote(value, safe="") not in mask(f"it sent {form} there")
-
-
-UNITS = ["a", "-", "a_", "mysql -", "curl -u a", "eyJ-aaaaaaaa", "://a:", "-----BEGIN A ", "password", "'password': '"]
-UNITS += ["login a password", "Authorization: ", "--token ", "SG.aaaaaaaaaaaaaaaa", "1234567890:", "?a=", '"', "basic "]
 
 
 @pytest.mark.parametrize("unit", [*UNITS, "0123abcd-us"])

@@ -16,15 +16,7 @@ import pytest
 
 from tests.support.surface import SURFACE
 from trainer_lib.arguments import TrainingArguments
-from trainer_lib.base.outputs import (
-    BestRun,
-    EvalLoopOutput,
-    EvalPrediction,
-    ModelOutput,
-    PredictionOutput,
-    TrainOutput,
-    speed_metrics,
-)
+from trainer_lib.base import outputs
 from trainer_lib.callbacks.base import EarlyStoppingCallback
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.state import ExportableState, TrainerControl, TrainerState
@@ -100,31 +92,34 @@ def test_callback_states_are_kept_by_class_and_in_order() -> None:
 
 
 def test_outputs_are_tuples_and_eval_prediction_unpacks_with_what_was_asked_for() -> None:
-    assert TrainOutput(3, 0.5, {"a": 1.0}) == (3, 0.5, {"a": 1.0})
-    assert PredictionOutput([1], None, None).predictions == [1]
-    assert EvalLoopOutput([1], [2], {}, 3).num_samples == 3
-    assert BestRun("7", 0.1, {"lr": 1}).run_summary is None
-    predictions, labels = EvalPrediction(np.ones(2), np.zeros(2))
+    assert outputs.TrainOutput(3, 0.5, {"a": 1.0}) == (3, 0.5, {"a": 1.0})
+    assert outputs.PredictionOutput([1], None, None).predictions == [1]
+    assert outputs.EvalLoopOutput([1], [2], {}, 3).num_samples == 3
+    assert outputs.BestRun("7", 0.1, {"lr": 1}).run_summary is None
+    predictions, labels = outputs.EvalPrediction(np.ones(2), np.zeros(2))
     assert (predictions.sum(), labels.sum()) == (2, 0)
-    assert len(tuple(EvalPrediction(1, 2, inputs=3))) == 3
-    full = EvalPrediction(1, 2, 3, 4)
+    assert len(tuple(outputs.EvalPrediction(1, 2, inputs=3))) == 3
+    full = outputs.EvalPrediction(1, 2, 3, 4)
     assert (full[0], full[1], full[2], full[3], len(full)) == (1, 2, 3, 4, 4)
-    assert EvalPrediction(1, 2, losses=4)[2] == 4
+    assert outputs.EvalPrediction(1, 2, losses=4)[2] == 4
     for index in (-1, 4):
         with pytest.raises(IndexError):
             _ = full[index]
 
 
 def test_speed_metrics_count_per_second() -> None:
-    metrics = speed_metrics("train", time.time() - 2, num_samples=10, num_steps=4, num_tokens=100)
+    metrics = outputs.speed_metrics("train", time.time() - 2, num_samples=10, num_steps=4, num_tokens=100)
     assert metrics["train_runtime"] == pytest.approx(2, abs=0.5)
     assert metrics["train_samples_per_second"] == pytest.approx(10 / metrics["train_runtime"], rel=0.01)
-    assert set(speed_metrics("eval", time.time() - 1, num_samples=1)) == {"eval_runtime", "eval_samples_per_second"}
-    assert set(speed_metrics("eval", time.time() + 100, num_samples=1)) == {"eval_runtime"}
+    assert set(outputs.speed_metrics("eval", time.time() - 1, num_samples=1)) == {
+        "eval_runtime",
+        "eval_samples_per_second",
+    }
+    assert set(outputs.speed_metrics("eval", time.time() + 100, num_samples=1)) == {"eval_runtime"}
 
 
 def test_a_model_output_is_dictionary_attributes_and_tuple() -> None:
-    output = ModelOutput(loss=1, logits=2, past=None)
+    output = outputs.ModelOutput(loss=1, logits=2, past=None)
     assert (output.loss, output["loss"], output[0], output[1:]) == (1, 1, 1, (2,))
     assert list(output) == ["loss", "logits"]
     assert output.past is None
@@ -133,7 +128,7 @@ def test_a_model_output_is_dictionary_attributes_and_tuple() -> None:
     assert (output.hidden, output[2]) == (3, 3)
 
     @dataclass
-    class Mine(ModelOutput):
+    class Mine(outputs.ModelOutput):
         loss: Any = None
         logits: Any = None
 

@@ -11,45 +11,14 @@ import pytest
 from markdown_it import MarkdownIt
 from ruamel.yaml import YAML
 
-from trainer_lib.base.json_text import (
-    MAX_CONTAINERS,
-    MAX_DEPTH,
-    parse_json,
-    parse_record,
-    parse_sealed,
-    read_json,
-    render_sealed,
-)
+from trainer_lib.base import json_text
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.records import to_record
 from trainer_lib.base.suggestions import to_cell, to_html, to_markdown, to_terminal
 from trainer_lib.base.yaml_text import YamlProblem, dump_yaml, parse_yaml, parse_yaml_scalar, parse_yaml_with_lines
 from trainer_lib.data.rows.row_sources import RowFile
 from trainer_lib.errors import ConfigError
-from trainer_lib.protocol.requests import (
-    CompareRequest,
-    EstimateRequest,
-    EvaluateCheckpointRequest,
-    EvaluateRequest,
-    ExportRequest,
-    ImportRequest,
-    MeasureRowsRequest,
-    MergeRequest,
-    PredictRequest,
-    Preemption,
-    PreparedData,
-    PreparedSplit,
-    PrepareRequest,
-    ProbeRequest,
-    Proof,
-    RecipeFile,
-    Request,
-    ScoreRequest,
-    StopEarly,
-    TrainRequest,
-    TrainResult,
-    read_request,
-)
+from trainer_lib.protocol import requests
 from trainer_lib.storage import FileEntry
 from trainflow.flows.cli.terminal import _SafeConsole, stage_sentence
 
@@ -62,8 +31,8 @@ DEEP = "[" * 100_000 + "]" * 100_000
         (DEEP, "nested more than 100 levels"),
         ("[" * 100_000, "nested more than 100 levels"),
         ('{"a":' * 100_000, "nested more than 100 levels"),
-        ("[" * (MAX_DEPTH + 1) + "]" * (MAX_DEPTH + 1), "nested more than 100 levels"),
-        ("[" * (MAX_CONTAINERS + 1), "more than 4,000,000 lists and objects"),
+        ("[" * (json_text.MAX_DEPTH + 1) + "]" * (json_text.MAX_DEPTH + 1), "nested more than 100 levels"),
+        ("[" * (json_text.MAX_CONTAINERS + 1), "more than 4,000,000 lists and objects"),
         ('{"a": 1, "a": 2}', "the key 'a' is given twice"),
         ('{"a": 1', "Expecting ',' delimiter"),
         ("[1]", "it is not an object"),
@@ -73,31 +42,31 @@ DEEP = "[" * 100_000 + "]" * 100_000
 @pytest.mark.parametrize("as_bytes", [True, False])
 def test_what_is_wrong_is_a_value_error_that_says_it(text: str, problem: str, as_bytes: bool) -> None:
     with pytest.raises(ValueError, match=problem):
-        parse_json(text.encode() if as_bytes else text, dict, unique=True)
+        json_text.parse_json(text.encode() if as_bytes else text, dict, unique=True)
 
 
 @pytest.mark.parametrize("data", [b"", None, b"\xff", b"[1]", b'{"name": "to', DEEP.encode()])
 def test_a_record_that_a_crash_has_cut_is_empty(data: bytes | None) -> None:
-    assert parse_record(data) == {}
+    assert json_text.parse_record(data) == {}
 
 
 def test_brackets_in_texts_and_wide_values_are_no_depth(tmp_path: Path) -> None:
     wide = {"text": "[" * 1000, "list": [[], {}] * 1000, "deep": json.loads("[" * 98 + "]" * 98)}
     file = tmp_path / "wide.json"
     file.write_text(json.dumps(wide))
-    assert read_json(file) == parse_json(file.read_bytes(), dict) == wide
+    assert json_text.read_json(file) == json_text.parse_json(file.read_bytes(), dict) == wide
 
 
 @pytest.mark.parametrize("change", [('"b": 2', '"b": 3'), ("0.25", "0.26"), ("ä", "a"), ('"seal": "', '"seal": "0')])
 def test_a_changed_record_does_not_fit_its_seal(change: tuple[str, str]) -> None:
     record = {"a": [0.25, None, True], "b": 2, "c": {"ä": "ü"}, "d": float("inf")}
-    text = render_sealed(record).decode().replace("\\u00e4", "ä")
-    assert parse_sealed(text.encode()) == record
-    assert parse_sealed(json.dumps(json.loads(text), sort_keys=True).encode()) == record, "the form is free"
+    text = json_text.render_sealed(record).decode().replace("\\u00e4", "ä")
+    assert json_text.parse_sealed(text.encode()) == record
+    assert json_text.parse_sealed(json.dumps(json.loads(text), sort_keys=True).encode()) == record, "the form is free"
     assert change[0] in text
     with pytest.raises(ValueError, match="changed after trainflow wrote it"):
-        parse_sealed(text.replace(*change).encode())
-    assert parse_sealed(b'{"a": 1}') == {"a": 1}, "one of an earlier version has no seal"
+        json_text.parse_sealed(text.replace(*change).encode())
+    assert json_text.parse_sealed(b'{"a": 1}') == {"a": 1}, "one of an earlier version has no seal"
 
 
 @pytest.mark.parametrize(
@@ -191,41 +160,47 @@ def test_a_long_text_stays_on_the_line_of_its_key_and_what_occurs_twice_is_writt
 
 
 FILES = (FileEntry("data/train/00000.arrow", 3, "a" * 64),)
-DATA = PreparedData("store", {"train": PreparedSplit(2, ("data/train/00000.arrow",), {"x": "int64"})}, {"n": 1}, FILES)
-RECIPE = RecipeFile("/p/recipe.py", "/p")
+DATA = requests.PreparedData(
+    "store", {"train": requests.PreparedSplit(2, ("data/train/00000.arrow",), {"x": "int64"})}, {"n": 1}, FILES
+)
+RECIPE = requests.RecipeFile("/p/recipe.py", "/p")
 METRICS: list[Any] = ["accuracy", {"name": "sklearn.metrics:fbeta_score", "beta": 2, "as": "f2"}]
-REQUESTS: list[Request[Any]] = [
-    PrepareRequest(output="o", recipe=RECIPE, options={"a": [1]}, shard_rows=3, allow_nan=True),
-    TrainRequest(
+REQUESTS: list[requests.Request[Any]] = [
+    requests.PrepareRequest(output="o", recipe=RECIPE, options={"a": [1]}, shard_rows=3, allow_nan=True),
+    requests.TrainRequest(
         output="o",
         recipe=RECIPE,
         tracking=True,
         data=DATA,
         args={"use_cpu": True},
-        proof=Proof(3, kill=True),
-        stop_early=StopEarly(3, 0.5),
-        preemption=Preemption(command=("check", "it"), headers={"a": "b"}, every_s=1.0),
+        proof=requests.Proof(3, kill=True),
+        stop_early=requests.StopEarly(3, 0.5),
+        preemption=requests.Preemption(command=("check", "it"), headers={"a": "b"}, every_s=1.0),
     ),
-    EstimateRequest(output="o", recipe=RECIPE, data=DATA, eval_split="test", processes=4),
-    ProbeRequest(output="o", recipe=RECIPE, data=DATA, args={"max_steps": 9}, rows=7),
-    EvaluateRequest(
+    requests.EstimateRequest(output="o", recipe=RECIPE, data=DATA, eval_split="test", processes=4),
+    requests.ProbeRequest(output="o", recipe=RECIPE, data=DATA, args={"max_steps": 9}, rows=7),
+    requests.EvaluateRequest(
         output="o", recipe=RECIPE, data=DATA, model_url="m", splits=("train", "test"), metrics=read_metrics(METRICS)
     ),
-    EvaluateCheckpointRequest(output="o", recipe=RECIPE, data=DATA, checkpoint="c", eval_split="test"),
-    PredictRequest(output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True),
-    MergeRequest(output="o", recipe=RECIPE, data=DATA, args={"use_cpu": True}, model_url="m"),
-    ScoreRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"),
-    MeasureRowsRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),)),
-    ExportRequest(output="o", model="m", code="c", form="onnx", sources=(RowFile("s3://b", "a.csv", 3),)),
-    CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
-    ImportRequest(output="o", recipe=RECIPE, source="s", model="build"),
+    requests.EvaluateCheckpointRequest(output="o", recipe=RECIPE, data=DATA, checkpoint="c", eval_split="test"),
+    requests.PredictRequest(
+        output="o", recipe=RECIPE, data=DATA, model_url="m", split="test", rows_per_file=5, debug=True
+    ),
+    requests.MergeRequest(output="o", recipe=RECIPE, data=DATA, args={"use_cpu": True}, model_url="m"),
+    requests.ScoreRequest(
+        output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),), key="k"
+    ),
+    requests.MeasureRowsRequest(output="o", model="m", digest="d", code="c", sources=(RowFile("s3://b", "a.csv", 3),)),
+    requests.ExportRequest(output="o", model="m", code="c", form="onnx", sources=(RowFile("s3://b", "a.csv", 3),)),
+    requests.CompareRequest(output="o", recipe=RECIPE, whole="a", resumed="b"),
+    requests.ImportRequest(output="o", recipe=RECIPE, source="s", model="build"),
 ]
 
 
 def test_what_is_asked_for_is_what_the_worker_reads() -> None:
-    assert [request.verb for request in REQUESTS] == list(Request.by_verb)
+    assert [request.verb for request in REQUESTS] == list(requests.Request.by_verb)
     for request in REQUESTS:
-        assert read_request(json.loads(json.dumps(request.to_json()))) == request
+        assert requests.read_request(json.loads(json.dumps(request.to_json()))) == request
 
 
 @pytest.mark.parametrize(
@@ -244,13 +219,13 @@ def test_what_is_asked_for_is_what_the_worker_reads() -> None:
 def test_what_does_not_belong_there_is_refused_by_name(change: dict[str, Any], field: str) -> None:
     record = {name: value for name, value in {**REQUESTS[1].to_json(), **change}.items() if value is not ...}
     with pytest.raises(ConfigError) as caught:
-        read_request(record)
+        requests.read_request(record)
     assert caught.value.field == field
     assert ("TrainRequest needs this field" in str(caught.value)) == ("data" not in record)
 
 
 def test_a_result_of_another_version_is_refused() -> None:
-    result = TrainResult(3, 24, 2, None, ("checkpoint-3",), 7, files=FILES, metrics={"loss": 0.5})
+    result = requests.TrainResult(3, 24, 2, None, ("checkpoint-3",), 7, files=FILES, metrics={"loss": 0.5})
     assert REQUESTS[1].read_result(json.loads(json.dumps(to_record(result)))) == result
     with pytest.raises(ConfigError) as caught:
         REQUESTS[1].read_result({**to_record(result), "speed": 1})

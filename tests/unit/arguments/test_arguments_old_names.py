@@ -125,8 +125,7 @@ def test_every_old_name_is_tested_here() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_an_organization_is_joined_with_the_models_name() -> None:
-    args = Untyped("out", push_to_hub_model_id="it", push_to_hub_organization="us")
-    assert args.hub_model_id == "us/it"
+    assert Untyped("out", push_to_hub_model_id="it", push_to_hub_organization="us").hub_model_id == "us/it"
     with pytest.raises(ConfigError, match="push_to_hub_organization = us"):
         Untyped("out", push_to_hub_organization="us")
 

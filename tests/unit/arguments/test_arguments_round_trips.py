@@ -144,8 +144,7 @@ def test_an_object_with_to_dict_is_written_as_its_dictionary() -> None:
 
     args = Seq2SeqTrainingArguments("out", generation_config=Generation())
     assert args.to_dict()["generation_config"] == {"num_beams": 4}
-    converted = coerce(Generation(), dict[str, Any] | None, field="accelerator_config")
-    assert converted == {"num_beams": 4}
+    assert coerce(Generation(), dict[str, Any] | None, field="accelerator_config") == {"num_beams": 4}
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ ALONE = {
     *("loss_spike_sigma", "loss_spike_window", "max_loss_spikes", "fp8"),
 }
 OLD = {"overwrite_output_dir", "logging_dir", "include_tokens_per_second", "past_index", "use_legacy_prediction_loop"}
+CUT_UP = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "accelerator_config"}
 
 
 def test_every_argument_of_the_reference_exists_with_its_default() -> None:
@@ -240,9 +241,6 @@ OTHER: list[dict[str, Any]] = [
 @pytest.mark.parametrize("change", [*NUMERIC, *OTHER], ids=str)
 def test_what_can_change_the_weights_changes_the_fields_and_nothing_else_does(change: dict[str, Any]) -> None:
     assert (_fields(**change) != _fields()) == (change in NUMERIC)
-
-
-CUT_UP = {"per_device_train_batch_size", "gradient_accumulation_steps", "global_batch_size", "accelerator_config"}
 
 
 def test_each_argument_is_part_of_the_keys_that_its_declaration_says() -> None:

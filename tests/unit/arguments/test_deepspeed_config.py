@@ -125,8 +125,7 @@ def test_sizes_follow_from_the_models_width() -> None:
     found = {name: config["zero_optimization"][name] for name in sizes}
     assert found.pop("reduce_bucket_size") == 1024
     assert found == {"stage3_prefetch_bucket_size": 921, "stage3_param_persistence_threshold": 320}
-    without = engine(args)
-    assert not without["zero_optimization"].keys() & sizes.keys(), "DeepSpeed's own defaults"
+    assert not engine(args)["zero_optimization"].keys() & sizes.keys(), "DeepSpeed's own defaults"
 
 
 @pytest.mark.parametrize(

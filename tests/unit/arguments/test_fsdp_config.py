@@ -86,8 +86,7 @@ def test_what_keys_come_to(fsdp: Any, config: Any, differs: dict[str, Any], pref
 
 
 def test_every_key_is_exercised_and_told_in_the_documents() -> None:
-    used = {key for _, config, _ in MAPPED for key in config or {}}
-    assert used == set(KEYS)
+    assert {key for _, config, _ in MAPPED for key in config or {}} == set(KEYS)
     page = (ROOT / "docs" / "distributed.md").read_text()
     told = set(re.findall(r"^\| `(\w+)` \|", page.partition("### fsdp_config")[2].partition("\n### ")[0], re.M))
     assert told == set(KEYS)

@@ -24,6 +24,7 @@ from trainer_lib.errors import ConfigError
 from trainer_lib.state import TrainerControl, TrainerState
 
 ARGS = TrainingArguments("out")
+WATCHED = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
 
 
 def _handler(*callbacks: Any) -> CallbackHandler:
@@ -145,7 +146,6 @@ def test_shares_are_resolved_against_the_length_of_the_run() -> None:
 
 
 # ------------------------------------------------------------------------------------- early stopping
-WATCHED = TrainingArguments("out", eval_strategy="steps", metric_for_best_model="loss")
 
 
 def _watch(values: list[float], callback: EarlyStoppingCallback, **given: Any) -> list[bool]:

@@ -158,8 +158,7 @@ def test_a_pipe_or_an_endless_file_in_the_place_of_the_commit_holds_nobody_up(ro
 
 
 def test_a_commit_without_weights_is_refused(tmp_path: Path) -> None:
-    root = Store.open(tmp_path)
-    write_commit(root.child("checkpoint-2"), "checkpoint", [], {"step": 2})
+    write_commit(Store.open(tmp_path).child("checkpoint-2"), "checkpoint", [], {"step": 2})
     with pytest.raises(DamagedError, match="does not list it"):
         load(tmp_path)
 

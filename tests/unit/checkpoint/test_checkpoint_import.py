@@ -35,6 +35,7 @@ from trainer_lib.storage.commit import read_commit, verify_files
 
 STEPS = 12
 BUILT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_steps": STEPS, "save_steps": 3}
+MODEL = "from tests.unit.checkpoint.test_checkpoint_import import {0}\ndef build():\n    return {0}({1})\n"
 
 
 def classifier(seed: int = 0) -> Any:
@@ -119,9 +120,6 @@ def copied(peers: Peers, name: str, tmp_path: Path, step: int = 6) -> Path:
     return Path(shutil.copytree(peers(name)[0] / f"checkpoint-{step}", tmp_path / "source"))
 
 
-MODEL = "from tests.unit.checkpoint.test_checkpoint_import import {0}\ndef build():\n    return {0}({1})\n"
-
-
 def built(folder: Path, name: str = "layers") -> str:
     """FILE.py:FUNCTION of a function of this file without arguments."""
     (folder / "model.py").write_text(MODEL.format(name, ""))
@@ -172,8 +170,7 @@ def test_sharded_weights_are_taken_together(peers: Peers, tmp_path: Path) -> Non
 def test_a_folder_without_random_states_says_what_that_means(peers: Peers, tmp_path: Path) -> None:
     source = copied(peers, "layers", tmp_path)
     (source / "rng_state.pth").unlink()
-    told = import_here(source, tmp_path / "ours", built(tmp_path))
-    assert any("no random states" in note for note in told.notes)
+    assert any("no random states" in note for note in import_here(source, tmp_path / "ours", built(tmp_path)).notes)
     check_continues(tmp_path / "ours", peers, "layers")
 
 

@@ -80,8 +80,7 @@ class Nested(torch.optim.Optimizer):
                 state["count"] += 1
                 state["grads"] = [*state["grads"][-2:], param.grad.clone()]
                 state["factored"]["row"] = state["factored"]["row"] * 0.9 + len(state["grads"])
-                mean = torch.stack(state["grads"]).mean(0)
-                param.data.add_(mean, alpha=-group["lr"] * state["count"])
+                param.data.add_(torch.stack(state["grads"]).mean(0), alpha=-group["lr"] * state["count"])
 
 
 class Wrapped(torch.optim.Optimizer):
@@ -210,8 +209,7 @@ class Laid(nn.Module):
         self.vector = nn.Parameter(torch.randn(7))
 
     def forward(self, seed: Tensor) -> Tensor:
-        generator = torch.Generator().manual_seed(int(seed[0]))
-        factors = torch.randn(self.weight.shape, generator=generator)
+        factors = torch.randn(self.weight.shape, generator=torch.Generator().manual_seed(int(seed[0])))
         loss: Tensor = (self.weight * factors).sin().sum() + self.vector.cos().sum()
         return loss
 

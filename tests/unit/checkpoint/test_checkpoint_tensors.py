@@ -22,6 +22,8 @@ from trainer_lib.checkpoint.tensors import read_safetensors
 from trainer_lib.errors import ConfigError, DamagedError, StorageError
 from trainer_lib.storage import Store
 
+TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
+
 
 def test_safetensors_itself_reads_the_file(tmp_path: Path) -> None:
     tensors = zoo()
@@ -56,8 +58,7 @@ def test_every_tensor_is_aligned_for_readers_that_map_the_file(tmp_path: Path) -
 
 def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path: Path) -> None:
     model, store = Net(), Store.open(tmp_path)
-    entry = save(store, model.state_dict())
-    found = read_safetensors(store, NAME, expect=entry)
+    found = read_safetensors(store, NAME, expect=save(store, model.state_dict()))
     assert_same(found, model.state_dict())
     assert found["embed.weight"] is found["head.weight"]
     assert safetensors.torch.load_file(tmp_path / NAME).keys() == model.state_dict().keys() - {"head.weight"}
@@ -115,9 +116,6 @@ def test_any_truncation_is_noticed_even_without_a_commit(memory_url: str) -> Non
     store.write_bytes(NAME, data + b"x")
     with pytest.raises(DamagedError):
         read_safetensors(store, NAME)
-
-
-TENSOR = {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}
 
 
 def one(payload: int = 8, **changes: Any) -> bytes:

@@ -25,6 +25,7 @@ from trainer_lib.errors import ConfigError
 
 ROWS = classification_rows(23)
 MORE = classification_rows(24)
+THREE = torch.zeros(3)
 
 
 def read(loader: Any, epoch: int = 0, step: int = 0) -> list[tuple[list[float], bool]]:
@@ -381,9 +382,6 @@ def test_a_loader_with_state_is_put_back() -> None:
     resumed = foreign(Stateful())
     resumed.load_state(source.state(), epoch=0, step=1)
     assert [x for x, _ in read(resumed, step=1)] == [[3.0], [4.0], [5.0], [6.0]]
-
-
-THREE = torch.zeros(3)
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from trainflow.flows.spec.spec import parse_spec
 
 NAMES = "abcdef"
 WEIGHT = st.floats(0.01, 100)
+FAR = [113839, 10546036, 10384305, 5084948, 5512386, 9503434, 901076, 6077894]
 
 
 def order_of(
@@ -117,13 +118,9 @@ def test_a_far_position_costs_as_much_as_a_near_one(monkeypatch: pytest.MonkeyPa
         return walk(self, positions, key)
 
     monkeypatch.setattr(RandomOrder, "_walk", count)
-    order = order_of([3_000_000, 9_000_000, 70_000], [3.0, 5.0, 2.0])
-    found = order.indices(0, 10**7, 10**7 + 8)
+    found = order_of([3_000_000, 9_000_000, 70_000], [3.0, 5.0, 2.0]).indices(0, 10**7, 10**7 + 8)
     assert sum(walked) <= 6 * 1024
     assert found.tolist() == FAR  # never changes with a library's version
-
-
-FAR = [113839, 10546036, 10384305, 5084948, 5512386, 9503434, 901076, 6077894]
 
 
 class Rows(list[Any]):

@@ -123,8 +123,7 @@ def test_an_order_as_a_sampler() -> None:
 
 def test_seeds_of_samples_differ_by_seed_epoch_and_sample() -> None:
     rows = np.arange(1000)
-    seeds = {int(s) for seed in (0, 1) for epoch in (0, 1) for s in sample_seeds(seed, epoch, rows)}
-    assert len(seeds) == 4000
+    assert len({int(s) for seed in (0, 1) for epoch in (0, 1) for s in sample_seeds(seed, epoch, rows)}) == 4000
 
 
 DRAWS: dict[str, Callable[[], Any]] = {

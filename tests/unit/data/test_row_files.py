@@ -27,6 +27,7 @@ from trainer_lib.storage import Store
 
 COLUMNS = {"text": Column("string"), "x": Column("list", "float64"), "n": Column("scalar", "int64")}
 ROWS = [{"id": f"r{n}", "text": f'a "quoted"\nline, {n}', "x": [n / 2, -1.0], "n": n} for n in range(2500)]
+_OPEN: list[RowReader] = []
 
 
 def _csv(path: Path) -> None:
@@ -55,9 +56,6 @@ def _arrow(path: Path) -> None:
     create = pa.ipc.new_file if path.suffix == ".feather" else pa.ipc.new_stream
     with create(str(path), table.schema) as writer:
         writer.write_table(table)
-
-
-_OPEN: list[RowReader] = []
 
 
 @pytest.fixture(autouse=True)

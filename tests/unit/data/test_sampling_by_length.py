@@ -55,8 +55,7 @@ def test_shuffled_batches_vary_from_step_to_step() -> None:
     """Sorted stretches fall from long to short; shuffled batches do not, save that the longest comes first."""
 
     def means(order: Any) -> Any:
-        indices = order.indices(0, 0, 800)
-        return np.array([LENGTHS[index] for index in indices]).reshape(-1, 16).mean(1)
+        return np.array([LENGTHS[index] for index in order.indices(0, 0, 800)]).reshape(-1, 16).mean(1)
 
     sawtooth, shuffled = (means(LengthGroupedOrder(LENGTHS, 1, 800, shuffled_batch=each)) for each in (None, 16))
     assert (np.diff(sawtooth) <= 0).all()
@@ -133,8 +132,7 @@ def test_every_sample_comes_once_an_epoch_in_an_order_of_seed_and_epoch(tmp_path
     rows = [{"input_ids": [2] * (1 + number % 7), "label": number} for number in range(30)]
 
     def order(epoch: int, **given: Any) -> list[int]:
-        one = _trainer(tmp_path, rows, train_sampling_strategy="group_by_length", **given)
-        sampler = one._get_train_sampler()
+        sampler = _trainer(tmp_path, rows, train_sampling_strategy="group_by_length", **given)._get_train_sampler()
         sampler.set_epoch(epoch)
         return list(sampler)
 

@@ -159,8 +159,7 @@ def test_first_rows_that_cannot_be_stored_are_refused(tmp_path: Path, rows: list
 
 
 def test_numbers_are_widened_within_the_first_rows_and_never_narrowed_after(tmp_path: Path) -> None:
-    mixed = write(tmp_path / "a", [{"x": 1}, {"x": 2.5}])
-    assert mixed["splits"]["train"]["columns"]["x"] == "float64"
+    assert write(tmp_path / "a", [{"x": 1}, {"x": 2.5}])["splits"]["train"]["columns"]["x"] == "float64"
     with pytest.raises(DataError, match="float64 does not fit int64"):
         write(tmp_path / "b", [{"x": [1]}, {"x": [2.5]}], shard_rows=1)
     split = ArrowSplit(write(tmp_path / "c", [{"x": float("nan")}], allow_nan=True), "train")
@@ -352,8 +351,7 @@ def test_labels(counts: dict[str, dict[str, int]], texts: list[str]) -> None:
 
 
 def test_columns_that_are_not_labels_may_differ() -> None:
-    statistics = _splits({"train": {"2020": 500}, "test": {"2021": 500}}, "year")
-    assert describe_unusual(statistics, {}, {}) == []
+    assert describe_unusual(_splits({"train": {"2020": 500}, "test": {"2021": 500}}, "year"), {}, {}) == []
     many = {split: {"label": {"rows": 500, "min": 0, "max": 200}} for split in ("train", "test")}  # not counted
     assert describe_unusual(many, {}, {}) == []
 

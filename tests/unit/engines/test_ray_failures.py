@@ -33,6 +33,8 @@ from trainer_lib.errors import ConfigError, InfrastructureError, OutOfMemoryErro
 from trainer_lib.launch.settings.config import LaunchConfig
 
 DIED = "The actor died unexpectedly before finishing this task.\n\tclass_name: Agent\n"
+STARTED = "The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.9\n"
+OURS = "This process on node 10.0.0.9 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
 
 
 @pytest.fixture(autouse=True)
@@ -82,8 +84,7 @@ def failure_of(engine: Ray) -> TrainflowError:
 def running(folder: Path, **config: Any) -> Ray:
     """An engine whose machines work."""
     engine = placed(folder, **config)
-    state = state_of(engine)
-    assert state == Alive("runs on 10.0.0.1, 10.0.0.2")
+    assert state_of(engine) == Alive("runs on 10.0.0.1, 10.0.0.2")
     return engine
 
 
@@ -200,10 +201,6 @@ def test_the_last_lines_come_with_the_exit_code(tmp_path: Path, two: FakeRay) ->
     engine = running(tmp_path)
     two.machines[0].answers["read"] = {"lines": ["one", "two"], "code": 1}
     assert engine.poll() == (["one", "two"], Ended(1, "one\ntwo"))
-
-
-STARTED = "The cluster was started with:\n    Ray: 2.50.0\n    Python: 3.11.9\n"
-OURS = "This process on node 10.0.0.9 was started with:\n    Ray: 2.60.0\n    Python: 3.11.7\n"
 
 
 @pytest.mark.parametrize(

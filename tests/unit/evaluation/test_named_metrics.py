@@ -22,6 +22,8 @@ from trainer_lib.recipes.shared.targets import measure_classes, measure_numbers
 from trainflow.flows.spec.checks import check_splits
 from trainflow.flows.spec.spec import parse_spec
 
+SEED = "0123456789abcdef" * 4
+
 
 def sk() -> Any:
     return importlib.import_module("sklearn.metrics")  # seconds: not for every worker that collects this file
@@ -342,15 +344,11 @@ def test_typos_are_refused_before_the_training() -> None:
         parse_spec({**spec, "evaluate": {"metrics": ["f1_marco"]}})
     assert 'Did you mean "f1_macro"?' in f"{caught.value.message} {caught.value.remedy}"
     found = parse_spec({**spec, "evaluate": {"metrics": ["f1_macro"], "slices": ["sexe"]}})
-    split = PreparedSplit(rows=1, columns={"sex": "string", "age": "float64"})
-    prepared = dict.fromkeys(("train", "test"), split)
+    prepared = dict.fromkeys(("train", "test"), PreparedSplit(rows=1, columns={"sex": "string", "age": "float64"}))
     with pytest.raises(ConfigError, match="rows of the split 'test' have no such column") as late:
         check_splits(found, prepared)
     assert late.value.remedy == 'Did you mean "sex"?'
     check_splits(parse_spec({**spec, "evaluate": {"slices": ["sex"]}}), prepared)
-
-
-SEED = "0123456789abcdef" * 4
 
 
 def _accuracy(p: EvalPrediction) -> dict[str, float]:
@@ -358,8 +356,7 @@ def _accuracy(p: EvalPrediction) -> dict[str, float]:
 
 
 def test_a_better_model_is_better_on_each_resample_of_the_rows() -> None:
-    draw = np.random.default_rng(0)
-    labels = draw.integers(0, 2, 50)
+    labels = np.random.default_rng(0).integers(0, 2, 50)
     good = np.eye(2)[labels]
     bad = good.copy()
     bad[:5] = bad[:5, ::-1]

@@ -21,29 +21,23 @@ from PIL import Image
 from trainer_lib.base.metric_names import read_metrics
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import ConfigError, DataError
-from trainer_lib.evaluation import nested
+from trainer_lib.evaluation import nested, outcomes
 from trainer_lib.evaluation.importance import Dealt, measure_importance
 from trainer_lib.evaluation.metrics import NamedMetrics
-from trainer_lib.evaluation.outcomes import (
-    HARDEST,
-    MAX_ROWS,
-    SAMPLES,
-    collect_inputs,
-    describe_input,
-    find_weak_groups,
-    summarize_outcomes,
-)
 from trainer_lib.evaluation.prediction_spool import MAX_MEMORY_BYTES, PredictionSpool
+
+GROUPED = 800
+BIG = MAX_MEMORY_BYTES  # bytes that stay in memory
 
 
 def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
     labels = np.array([0, 1, 2, 2] * 10)
     scores = np.eye(3)[labels]
     scores[37] = [0, 0, 1]  # a 1 that is taken for a 2
-    found = summarize_outcomes(scores, labels, lambda row: 100 + row)
+    found = outcomes.summarize_outcomes(scores, labels, lambda row: 100 + row)
     assert found is not None and (found["kind"], found["rows"]) == ("classes", 40)
     assert found["matrix"] == [[10, 0, 0], [0, 9, 1], [0, 0, 20]] and found["samples"][0] == [100, 0, 0]
-    assert found["samples"][SAMPLES:] == [[137, 1, 2]] and found["confusions"] == [[1, 2, 1, [137]]]
+    assert found["samples"][outcomes.SAMPLES :] == [[137, 1, 2]] and found["confusions"] == [[1, 2, 1, [137]]]
     assert len(found["hardest"]) == 40 and found["hardest"][0] == [137, 1, 2, pytest.approx(1.55144, abs=1e-5)]
     assert found["hardest"][1][3] == pytest.approx(0.551445, abs=1e-5)
     # All have a confidence of e / (e + 2).
@@ -52,8 +46,7 @@ def test_classes_are_counted_and_wrong_rows_are_among_the_samples() -> None:
 
 
 def test_a_row_that_the_model_rules_out_is_the_hardest_and_its_loss_is_no_number() -> None:
-    scores = np.array([[0.0, 0.0], [0.0, -np.inf], [3.0, 0.0]])
-    found = summarize_outcomes(scores, np.array([0, 1, 1]))
+    found = outcomes.summarize_outcomes(np.array([[0.0, 0.0], [0.0, -np.inf], [3.0, 0.0]]), np.array([0, 1, 1]))
     assert found is not None and [row for row, *_ in found["hardest"]] == [1, 2, 0]
     assert found["hardest"][0] == [1, 1, 0, None]
     json.dumps(found, allow_nan=False)
@@ -61,11 +54,11 @@ def test_a_row_that_the_model_rules_out_is_the_hardest_and_its_loss_is_no_number
 
 def test_classes_whose_probability_alone_is_known_are_counted_and_calibrated() -> None:
     labels, guessed = np.array([0, 1, 1, 0]), np.array([0, 1, 0, 0])
-    found = summarize_outcomes(guessed, labels, confidence=np.array([0.9, 0.9, 0.55, 0.9]), classes=3)
+    found = outcomes.summarize_outcomes(guessed, labels, confidence=np.array([0.9, 0.9, 0.55, 0.9]), classes=3)
     assert found is not None and found["matrix"] == [[2, 0, 0], [1, 1, 0], [0, 0, 0]]
     assert found["reliability"] == [[0.55, 0.0, 1], [pytest.approx(0.9), 1.0, 3]]
     assert found["samples"][:2] == [[0, 0, 0], [1, 1, 1]] and found["hardest"] == []
-    assert summarize_outcomes(guessed, labels) is None
+    assert outcomes.summarize_outcomes(guessed, labels) is None
 
 
 def test_the_largest_confusions_have_their_worst_rows() -> None:
@@ -74,9 +67,9 @@ def test_the_largest_confusions_have_their_worst_rows() -> None:
     scores[:5] = [0, 1, 0]
     scores[4] = [0, 9, 0]
     scores[12] = [2, 0, 0]
-    found = summarize_outcomes(scores, labels, lambda row: f"r{row}")
+    found = outcomes.summarize_outcomes(scores, labels, lambda row: f"r{row}")
     assert found is not None and found["confusions"] == [[0, 1, 5, ["r4", "r0", "r1"]], [2, 0, 1, ["r12"]]]
-    inputs = collect_inputs(found, lambda row_id: {"x": row_id, "labels": 0})
+    inputs = outcomes.collect_inputs(found, lambda row_id: {"x": row_id, "labels": 0})
     assert inputs["r12"] == {"text": "r12"} and inputs.keys() == {f"r{row}" for row in range(16)}
 
 
@@ -92,7 +85,7 @@ def test_curves_are_those_of_scikit_learn_and_the_threshold_has_its_scores(class
     from sklearn.metrics import f1_score, precision_score, recall_score  # seconds: not for every worker
 
     scores, labels = _scored(classes)
-    found = summarize_outcomes(scores, labels)
+    found = outcomes.summarize_outcomes(scores, labels)
     assert found is not None
     curves = found["curves"]
     named = NamedMetrics(None, read_metrics(["roc_auc", "average_precision"]))
@@ -119,10 +112,10 @@ def test_curves_are_those_of_scikit_learn_and_the_threshold_has_its_scores(class
 def test_there_are_no_curves_without_scores_of_rows_of_both_kinds(change: str) -> None:
     scores, labels = _scored(2)
     if change == "probability alone":
-        found = summarize_outcomes(scores.argmax(axis=1), labels, confidence=np.full(len(labels), 0.9))
+        found = outcomes.summarize_outcomes(scores.argmax(axis=1), labels, confidence=np.full(len(labels), 0.9))
     else:
         scores[3] = np.nan if change == "nan" else scores[3]
-        found = summarize_outcomes(scores, labels * (change != "one class"))
+        found = outcomes.summarize_outcomes(scores, labels * (change != "one class"))
     assert found is not None and not found.get("curves")
 
 
@@ -164,9 +157,6 @@ def test_importance_ends_in_time_and_is_of_tables(columns: dict[str, Any], secon
     assert found is None if columns else (found["columns"], found["left_out"]) == ([], 3)
 
 
-GROUPED = 800
-
-
 def _find_weak(errs: str, *, numbers: bool = False, **more: Any) -> Any:
     """The weak groups of rows with columns of all kinds, where rows of one of them are wrong more often."""
     draw = np.random.default_rng(1)
@@ -189,7 +179,7 @@ def _find_weak(errs: str, *, numbers: bool = False, **more: Any) -> Any:
     labels = draw.integers(0, 2, GROUPED)
     predictions = wrong + draw.normal(0, 0.1, GROUPED) if numbers else np.eye(2)[np.where(wrong, 1 - labels, labels)]
     values = {name: lambda rows, column=column: [column[row] for row in rows] for name, column in columns.items()}
-    return find_weak_groups(predictions, labels * 0.0 if numbers else labels, values, ["no", "yes"])
+    return outcomes.find_weak_groups(predictions, labels * 0.0 if numbers else labels, values, ["no", "yes"])
 
 
 @pytest.mark.parametrize("numbers", [False, True])
@@ -209,8 +199,11 @@ def test_what_is_tested_often_is_not_taken_for_news() -> None:
     noise = {f"c{number}": draw.choice(["a", "b", "c"], GROUPED).tolist() for number in range(40)}
     chances = [group[-1] for group in _find_weak("nothing", **noise)["groups"]]
     assert chances == sorted(chances) and chances[0] > 0.05
-    assert find_weak_groups(np.zeros((9, 2, 2)), np.zeros(9), {}) is None
-    assert find_weak_groups(np.zeros((9, 2)), np.zeros(9, np.int64), {"x": lambda rows: [1.0] * len(rows)}) is None
+    assert outcomes.find_weak_groups(np.zeros((9, 2, 2)), np.zeros(9), {}) is None
+    assert (
+        outcomes.find_weak_groups(np.zeros((9, 2)), np.zeros(9, np.int64), {"x": lambda rows: [1.0] * len(rows)})
+        is None
+    )
 
 
 def _png(mode: str, size: tuple[int, int]) -> bytes:
@@ -240,7 +233,7 @@ def _png(mode: str, size: tuple[int, int]) -> bytes:
     ],
 )
 def test_an_input_is_a_short_text_and_a_small_picture(row: Any, text: str, image: tuple[int, int] | None) -> None:
-    shown = describe_input(row)
+    shown = outcomes.describe_input(row)
     assert shown["text"] == text and ("image" in shown) == (image is not None)
     if image is not None:
         head, _, data = shown["image"].partition(";base64,")
@@ -253,11 +246,11 @@ def test_numbers_are_thinned_and_the_worst_row_is_a_sample(shape: tuple[int, ...
     measured = np.linspace(0, 1, 5000, dtype=np.float32).reshape(shape)
     predicted = measured + 0.125
     predicted[4321] = 9.0
-    found = summarize_outcomes(predicted, measured)
+    found = outcomes.summarize_outcomes(predicted, measured)
     assert found is not None and (found["kind"], found["rows"]) == ("numbers", 5000)
-    assert len(found["measured"]) == len(found["predicted"]) == MAX_ROWS
+    assert len(found["measured"]) == len(found["predicted"]) == outcomes.MAX_ROWS
     assert 4321 in [row for row, _, _ in found["samples"]]
-    assert found["samples"][0] == [0, 0.0, 0.125] and len(found["hardest"]) == HARDEST
+    assert found["samples"][0] == [0, 0.0, 0.125] and len(found["hardest"]) == outcomes.HARDEST
     assert found["hardest"][0][0] == 4321 and found["hardest"][0][3] == pytest.approx(9.0 - 4321 / 4999, abs=1e-4)
     json.dumps(found, allow_nan=False)
 
@@ -277,10 +270,7 @@ def test_numbers_are_thinned_and_the_worst_row_is_a_sample(shape: tuple[int, ...
     ],
 )
 def test_other_outputs_have_no_picture(predictions: Any, labels: Any) -> None:
-    assert summarize_outcomes(predictions, labels) is None
-
-
-BIG = MAX_MEMORY_BYTES  # bytes that stay in memory
+    assert outcomes.summarize_outcomes(predictions, labels) is None
 
 
 def filled(folder: Path, arrays: list[np.ndarray]) -> np.ndarray:

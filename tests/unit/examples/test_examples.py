@@ -25,6 +25,9 @@ from trainer_lib.storage import Store
 from trainflow.flows.spec.spec import load_spec
 
 MODULES = ["abc", "ast", "base64", "bdb", "bisect", "calendar", "cmd", "code", "copy", "csv", "dis", "enum", "io"]
+SHARES = {"validation": 0.1, "test": 0.2}
+OPTIONS = {"vocab_size": 400, "block_tokens": 16, "seed": 30}
+SCRIPT = ROOT / "examples" / "seq2seq_t5" / "train.py"
 
 
 def _recipe(name: str) -> Recipe:
@@ -36,12 +39,10 @@ def _prepared(recipe: Recipe, options: dict[str, Any], folder: Path) -> tuple[di
     splits = {name: list(rows) for name, rows in recipe.prepare(options, out).items()}
     files = [vars(entry) for entry in out.files()]
     described = {name: {"rows": len(rows)} for name, rows in splits.items()}
-    data = DataInfo({"url": str(folder), "info": out.checked_info(), "splits": described, "files": files})
-    return splits, data
+    return splits, DataInfo({"url": str(folder), "info": out.checked_info(), "splits": described, "files": files})
 
 
 # -------------------------------------------------------------------------------------------------------- digits
-SHARES = {"validation": 0.1, "test": 0.2}
 
 
 def test_digits_splits_share_no_scan_keep_the_classes_proportions_and_depend_on_the_seed_only(tmp_path: Path) -> None:
@@ -50,8 +51,7 @@ def test_digits_splits_share_no_scan_keep_the_classes_proportions_and_depend_on_
         splits, data = _prepared(recipe, {**SHARES, "seed": seed}, tmp_path / str(number))
         chosen.append([row["row_id"] for row in splits["test"]])
     assert chosen[0] == chosen[1] != chosen[2]
-    ids = [row["row_id"] for rows in splits.values() for row in rows]
-    assert sorted(ids) == list(range(1797))
+    assert sorted([row["row_id"] for rows in splits.values() for row in rows]) == list(range(1797))
     for name, share in (("train", 0.7), *SHARES.items()):
         counts = np.bincount([row["label"] for row in splits[name]], minlength=10)
         assert counts == pytest.approx(share * 179.7, rel=0.1)
@@ -105,9 +105,6 @@ def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (root / "latin.py").write_bytes(b"# caf\xe9\n")
     monkeypatch.setattr(sysconfig, "get_path", {"stdlib": str(root)}.__getitem__)
     return root
-
-
-OPTIONS = {"vocab_size": 400, "block_tokens": 16, "seed": 30}
 
 
 def test_stdlib_modules_are_held_out_whole_and_their_bytes_are_covered_once(library: Path, tmp_path: Path) -> None:
@@ -221,9 +218,6 @@ def test_what_the_examples_take_from_us_is_what_transformers_offers(name: str) -
     assert all(hasattr(transformers, alias.name) for alias in ours[0].names)
 
 
-SCRIPT = ROOT / "examples" / "seq2seq_t5" / "train.py"
-
-
 def test_seq2seq_trains_evaluates_and_generates(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,8 +251,7 @@ def test_what_is_asked_in_held_out_words_was_learned_in_others_and_pairs_are_rig
     }
     for name, (module, parameter) in example["functions"]().items():
         for fold in folds.values():
-            answers = {answer for asked, answer in fold.items() if f" {name}" in f" {asked}"}
-            assert {module, parameter} <= answers
+            assert {module, parameter} <= {answer for asked, answer in fold.items() if f" {name}" in f" {asked}"}
     assert not set(folds["test"]) & {*folds["train"], *folds["validation"]}
     said = ["", *(row["messages"][1]["content"] for row in rows[1:-1]), "wrong"]
     made = list(example["pairs"](rows, said))

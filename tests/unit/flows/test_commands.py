@@ -21,6 +21,9 @@ from trainflow.flows.cli import main as front_door
 from trainflow.flows.cli.main import application, main
 from trainflow.flows.spec.spec import load_spec
 
+TO_BE_SEEN = ("return dict(other=1.0)", 'return {**known, "error": 1.0}', "yield 1")
+RETURNS = 'return {"error": float(abs(p.predictions - p.label_ids).mean())}'
+
 
 def _commands(group: Any, *path: str) -> Iterator[tuple[tuple[str, ...], Any]]:
     for name, command in group.commands.items():
@@ -310,10 +313,6 @@ def test_a_function_that_cannot_be_called_is_refused_before_anything_starts(
     assert str(error.remedy).startswith("Define it as def ")
     own.write_text(f"import functools\n\n\n@functools.cache\ndef {function}:\n    pass\n")
     load_spec(spec, [f"evaluate.recipe={own}"])  # what a decorator takes is not known
-
-
-TO_BE_SEEN = ("return dict(other=1.0)", 'return {**known, "error": 1.0}', "yield 1")
-RETURNS = 'return {"error": float(abs(p.predictions - p.label_ids).mean())}'
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ SIZE = ModelSize(10, 10, 40, 40, 80, 20, None, 40, 40)
 ESTIMATE = Estimate(SIZE, process_bytes=1000, tokens_per_sample=3.0, device="cpu")
 PROBE = Probe(10, 0.5, 2.0, 0.01, 1.5, 5000, 700, "cpu", overhead_s=3.0)
 FACTS = PrepareFacts({"train": PreparedSplit(64), "test": PreparedSplit(16)})
+ONE, TWO = LaunchConfig(kind="process", processes=1), LaunchConfig(kind="torchrun", processes=2)
+LAUNCHES = {"prepare-data": ONE, "train": TWO, "evaluate": TWO, "push-to-hub": None}
 
 
 @pytest.fixture
@@ -192,8 +194,6 @@ def test_a_store_that_does_not_answer_is_found(path: Path, monkeypatch: pytest.M
 
 
 # -- launches that are announced --------------------------------------------------------------------------------------
-ONE, TWO = LaunchConfig(kind="process", processes=1), LaunchConfig(kind="torchrun", processes=2)
-LAUNCHES = {"prepare-data": ONE, "train": TWO, "evaluate": TWO, "push-to-hub": None}
 
 
 @pytest.mark.parametrize(

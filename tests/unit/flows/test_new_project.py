@@ -35,8 +35,7 @@ def test_a_new_project_passes_its_own_tests_and_its_schema(tmp_path: Path, recip
     folder = tmp_path / "my-project"
     files = starting.write_project(folder, recipe)
     assert sorted(files) == sorted(folder.iterdir())
-    spec = load_spec(folder / "pipeline.yaml")
-    assert spec.name == "my-project"
+    assert load_spec(folder / "pipeline.yaml").name == "my-project"
     text = (folder / "pipeline.yaml").read_text()
     assert text.startswith("# yaml-language-server: $schema=schema.json\n")
     assert list(validator.iter_errors(parse_yaml(text))) == []
@@ -149,8 +148,7 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
     data = tmp_path / "customers.csv"
     data.write_bytes(_customers(120).replace("\n", "\r\n").encode("cp1252"))
     folder = tmp_path / "churn"
-    files = starting.write_project_for(folder, str(data), None)
-    assert sorted(files) == sorted(folder.iterdir())
+    assert sorted(starting.write_project_for(folder, str(data), None)) == sorted(folder.iterdir())
     text = (folder / "pipeline.yaml").read_text()
     assert list(validator.iter_errors(parse_yaml(text))) == []
     spec = load_spec(folder / "pipeline.yaml")
@@ -175,8 +173,7 @@ def test_a_spec_for_a_table_has_guesses_with_reasons_that_prepare_can_use(tmp_pa
     assert options["read"] == {"na_values": ["unknown"]}
     out = PrepareOutput(Store.open(tmp_path / "out"), [str(data)])
     assert spec.root is not None
-    splits = load(spec.recipe, spec.root).prepare(options, out)
-    assert sum(len(list(rows)) for rows in splits.values()) == 121
+    assert sum(len(list(rows)) for rows in load(spec.recipe, spec.root).prepare(options, out).values()) == 121
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,8 @@ ODD_SHAPES = (
     f'{{"name": "toy", "metrics": {{"loss": {10**400}}}}}',
 )
 FIRST, SECOND, OTHER = "3fa9c1d2e4b50617", "3fa9ffd2e4b50617", "b81c0000aaaa2222"
+HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202ekcab\u200f\x9b2J\n✗ forged"
+RUN, REFERENCE, BAD = "a" * 16, "b" * 16, "c" * 16
 
 
 def record(storage: Path, run_id: str, **fields: Any) -> None:
@@ -206,8 +208,7 @@ def test_a_name_holds_no_path_no_launch_and_no_secret(tmp_path: Path) -> None:
     words = describe_settings({}, {"prepare.options.url": "https://me:hunter-2@host/x", "train.args.a": [1, 2]})
     assert "hunter" not in " ".join(words)
     assert words[0] == "a-1+2"
-    many = describe_settings({}, {f"train.args.a{number}": number for number in range(9)})
-    assert len(many) == 3
+    assert len(describe_settings({}, {f"train.args.a{number}": number for number in range(9)})) == 3
 
 
 # -- details and differences ------------------------------------------------------------------------------------------
@@ -310,10 +311,6 @@ def test_progress_counts_the_stage_at_work_and_what_follows(tmp_path: Path) -> N
     assert (train.state, train.share, train.eta_s) == ("running", 0.5, 20.0)
     assert (evaluate.state, evaluate.eta_s) == ("waiting", None)
     assert status.to_dict()["share"] == 0.5
-
-
-HOSTILE = "\x1b]0;owned\x07<script>alert(1)</script>\u202ekcab\u200f\x9b2J\n✗ forged"
-RUN, REFERENCE, BAD = "a" * 16, "b" * 16, "c" * 16
 
 
 @pytest.fixture

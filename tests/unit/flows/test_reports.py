@@ -57,6 +57,7 @@ PLANTED = [
     *(f"https://me{letter}:p4ssw0rd{letter}@host/x" for letter in "abcde"),
     *(f"postgresql://user:hunter2{letter}@db/mlflow" for letter in "ab"),
 ]
+HISTORY = [{"step": step, "loss": 1 / step} for step in range(1, 9)]
 
 
 @pytest.fixture
@@ -90,8 +91,7 @@ def test_the_whole_spec_and_every_argument_are_files(plan: Plan) -> None:
     files = settings_files(plan)
     assert "Lines through points." in files["settings/spec.yaml"]
     assert '"logging_steps": "2"' in files["settings/arguments.json"]
-    text = describe_experiment(plan.spec)
-    assert text == "Runs of the pipeline **toy** (recipe.py).\n\nLines through points."
+    assert describe_experiment(plan.spec) == "Runs of the pipeline **toy** (recipe.py).\n\nLines through points."
 
 
 def test_a_failure_is_a_tag_and_in_the_description_and_goes_with_the_next_success() -> None:
@@ -148,9 +148,6 @@ def test_names_of_strangers_are_no_markup_in_the_note(tmp_path: Path) -> None:
     assert note is not None and "0.5" in note
     assert all(line.isprintable() for line in note.split("\n"))
     assert "<" not in note and "](http://h" not in note
-
-
-HISTORY = [{"step": step, "loss": 1 / step} for step in range(1, 9)]
 
 
 def live_result(**more: Any) -> PipelineResult:

@@ -33,6 +33,7 @@ from trainflow.tasks.stage.manifest import StageManifest
 HERE = Holder.this_process(30.0)
 GONE = replace(HERE, started="1")
 ELSEWHERE = replace(HERE, machine="elsewhere/boot/pids")
+KEY = stage_key("train", {"x": 1})
 
 
 def record(storage: Path, run_id: str, status: str, **more: Any) -> None:
@@ -170,9 +171,6 @@ def test_drafts_that_killed_processes_left_go_with_the_sign_of_one(tmp_path: Pat
     [dead] = run_status.read_signs(folder)
     run_status.remove_sign(folder, dead)
     assert [*beat.parent.iterdir()] == []
-
-
-KEY = stage_key("train", {"x": 1})
 
 
 def training(storage: Path) -> Training:

@@ -32,6 +32,8 @@ from trainflow.flows.server.schedule import Schedule, Watch, read_interval, show
 from trainflow.flows.server.serving import CRASHES, read_variables, require_another_try
 from trainflow.flows.spec.spec import PipelineSpec, load_spec
 
+TEMPLATE = json.loads((ROOT / "deployments" / "kubernetes-pool.json").read_text())
+
 
 @pytest.fixture
 def api() -> Iterator[str]:
@@ -263,7 +265,6 @@ def test_intervals_that_are_not_durations_are_refused() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------------- pools
-TEMPLATE = json.loads((ROOT / "deployments" / "kubernetes-pool.json").read_text())
 
 
 def test_job_variables_are_those_of_the_pool() -> None:

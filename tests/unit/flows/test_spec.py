@@ -25,6 +25,9 @@ from trainflow.flows.spec.spec_file import read_spec_file
 
 PLACES = ("//name", "///name", "//a/b/c", "/a/b", "a/b", "//a--b/c", "//a/b.git", "//a/b@")
 ADDRESSES = [*(f"hf:{place}" for place in PLACES), "HF://a/b"]
+LEVELS = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+LEVELS += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+SPEC = "name: toy\nrecipe: recipe.py\n"
 
 
 @pytest.fixture
@@ -60,8 +63,7 @@ def test_paths_in_the_file_start_from_its_folder_and_overridden_ones_from_the_wo
     elsewhere.mkdir()
     monkeypatch.chdir(elsewhere)
     spec = load_spec(spec_file, ["storage=./here", "publish.to=../hub"])
-    assert spec.recipe == str(spec_file.parent / "recipe.py")
-    assert spec.root == str(spec_file.parent)
+    assert (spec.recipe, spec.root) == (str(spec_file.parent / "recipe.py"), str(spec_file.parent))
     assert (spec.storage, spec.publish.to) == (str(elsewhere / "here"), str(tmp_path / "hub"))
     assert load_spec(spec_file).storage == str(spec_file.parent / "store")
     monkeypatch.chdir("/")
@@ -128,8 +130,7 @@ def test_the_file_follows_yaml_1_2(spec_file: Path) -> None:
 def test_json_specs_are_read(spec_file: Path) -> None:
     path = spec_file.with_suffix(".json")
     path.write_text(json.dumps({"name": "toy", "recipe": "recipe.py", "train": {"launch": "in_process"}}))
-    spec = load_spec(path)
-    assert spec.train.launch.kind == "in_process"
+    assert load_spec(path).train.launch.kind == "in_process"
     path.write_text('{"name": "toy", "name": "other"}')
     assert "twice" in refused(path).message
     path.write_text('{"name": }')
@@ -201,10 +202,6 @@ def test_a_missing_key_and_a_missing_file_are_said(tmp_path: Path) -> None:
     error = refused(path)
     assert (error.field, error.message.startswith("This key is required")) == ("recipe", True)
     assert "folder" in refused(tmp_path).message
-
-
-LEVELS = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
-LEVELS += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
 
 
 @pytest.mark.parametrize(
@@ -369,9 +366,6 @@ def test_every_field_is_described_for_the_form() -> None:
         for name, field in model["properties"].items():
             assert field.get("description"), f"{model['title']}.{name}"
         assert model["additionalProperties"] is False
-
-
-SPEC = "name: toy\nrecipe: recipe.py\n"
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,8 @@ from trainflow.flows.sweeps.ledger import DATABASE, Claim, Ledger
 from trainflow.flows.sweeps.trial_specs import check_sweep, identify, require_same, sweep_of, trial_spec
 
 PRUNED = ("sweep.pruner=asha", "train.eval_split=test", "train.args.eval_strategy=epoch")
+RATE, WIDTH = "train.args.learning_rate", "train.model.width"
+RATES = {RATE: {"low": 1e-4, "high": 1e-1, "log": True}}
 
 
 @pytest.fixture
@@ -135,8 +137,6 @@ def test_how_long_the_other_trials_will_take_is_told_once_one_has_ended(monkeypa
 
 
 # -- the ledger: who claims which trial, with which values, and what an interrupted one becomes ------------------------
-RATE, WIDTH = "train.args.learning_rate", "train.model.width"
-RATES = {RATE: {"low": 1e-4, "high": 1e-1, "log": True}}
 
 
 def design(**changes: Any) -> SweepSettings:
@@ -294,8 +294,7 @@ def test_a_training_that_goes_on_may_report_an_evaluation_again(opened: Opened, 
 def test_several_objectives_have_several_best(opened: Opened, tmp_path: Path) -> None:
     of = ledger(opened, tmp_path, objective=["loss", "size"], direction=["minimize", "maximize"])
     for values in ([1.0, 1.0], [2.0, 2.0], [3.0, 1.5]):
-        claim = opened.claim(of)
-        claim.complete(values)
+        opened.claim(of).complete(values)
     assert of.best() == [0, 1]
 
 

@@ -108,8 +108,7 @@ def test_secrets_and_markup_do_not_reach_the_card() -> None:
     assert "pw" not in text
     assert "<script>" not in body_of(text)
     assert "license" not in parse_card_head(text)
-    row = next(line for line in text.splitlines() if "f1" in line and line.startswith("|"))
-    assert row.count("|") == 3
+    assert next(line for line in text.splitlines() if "f1" in line and line.startswith("|")).count("|") == 3
     assert "te\\|st" in text
 
 
@@ -264,8 +263,7 @@ def test_a_section_that_was_removed_comes_back_and_one_of_nothing_goes() -> None
     start, end = text.index("<!-- trainflow:results"), text.index("<!-- /trainflow:results -->")
     without = text[:start] + text[end + len("<!-- /trainflow:results -->\n") :]
     assert merge_card(without, text).rstrip().endswith("<!-- /trainflow:results -->")
-    unmeasured = render_card(replace(FIRST, metrics={}))
-    assert "## Results" not in merge_card(text, unmeasured)
+    assert "## Results" not in merge_card(text, render_card(replace(FIRST, metrics={})))
 
 
 @pytest.mark.parametrize("more", ["", "trainflow:\n  data_digest: abc\n"])  # of another hand; with all marks removed

@@ -110,7 +110,6 @@ def test_foreign_files_in_the_target_are_left_alone(tmp_path: Path, target: str)
     hub = Store.open(target)
     hub.write_bytes("revisions/notes.txt", b"mine")
     hub.write_bytes("revisions/00007-theirs/COMMIT.json", b"{}")
-    done = publish(target, digits_content(tmp_path / "a"), message="first")
-    assert done.revision.startswith("00008-")
+    assert publish(target, digits_content(tmp_path / "a"), message="first").revision.startswith("00008-")
     assert hub.read_bytes("revisions/notes.txt") == b"mine"
     assert hub.exists("revisions/00007-theirs/COMMIT.json")

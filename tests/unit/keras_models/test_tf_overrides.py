@@ -36,6 +36,7 @@ pytestmark = [
     pytest.mark.needs("keras"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
+SGD = {"optimizer": "sgd"}
 
 
 class Noting(TFTrainer):
@@ -248,9 +249,6 @@ def test_bad_input_is_refused_with_a_way_out(tmp_path: Path) -> None:
         with pytest.raises(error, match=text) as caught:
             trainer(tmp_path, data, **given).train()
         assert caught.value.remedy  # type: ignore[attr-defined]
-
-
-SGD = {"optimizer": "sgd"}
 
 
 @pytest.mark.parametrize(

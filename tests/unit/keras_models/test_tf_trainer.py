@@ -36,13 +36,11 @@ pytestmark = [
     pytest.mark.needs("keras"),
     pytest.mark.filterwarnings("ignore:__array__ implementation doesn't accept a copy keyword:DeprecationWarning"),
 ]
+FALLING = [1e-2 * (1 - step / 12) for step in range(12)]
 
 
 def rates(one: Any) -> list[float]:
     return [entry["learning_rate"] for entry in one.state.log_history if "loss" in entry]
-
-
-FALLING = [1e-2 * (1 - step / 12) for step in range(12)]
 
 
 # ----------------------------------------------------------------------------------------------------- the same numbers
@@ -156,8 +154,7 @@ def test_samples_may_be_mappings_and_a_loss_function_may_be_given(tmp_path: Path
         return torch.nn.functional.cross_entropy(outputs, labels)
 
     def share(outputs: torch.Tensor, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
-        total = torch.nn.functional.cross_entropy(outputs, labels, reduction="sum")
-        return total.div(num_items_in_batch)
+        return torch.nn.functional.cross_entropy(outputs, labels, reduction="sum").div(num_items_in_batch)
 
     plain = trained(tmp_path / "plain", pairs(16), gradient_accumulation_steps=2, **PLAIN)
     for func in (loss, share):
@@ -217,8 +214,7 @@ class FakeTf(Sized):
         return len(self.rows)
 
     def shuffle(self, size: int, seed: int, reshuffle_each_iteration: bool) -> FakeTf:
-        order = np.random.default_rng(seed).permutation(size)
-        return FakeTf([self.rows[index] for index in order])
+        return FakeTf([self.rows[index] for index in np.random.default_rng(seed).permutation(size)])
 
 
 @pytest.mark.parametrize("kind", [Once, Sized, FakeTf])

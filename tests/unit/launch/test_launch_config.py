@@ -27,6 +27,13 @@ from trainer_lib.launch.settings.config import (
 )
 from trainer_lib.launch.settings.variables import worker_environment
 
+MEETING = "10.0.0.1:29500"
+SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
+SLURM |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
+PODS = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29501"}
+SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n"}
+DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
+
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,7 +129,6 @@ def test_deepspeeds_launcher_is_told_which_devices_in_which_order() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ several nodes
-MEETING = "10.0.0.1:29500"
 
 
 def test_more_nodes_are_configuration_only(two_cores: None) -> None:
@@ -160,19 +166,10 @@ def test_a_task_per_process_is_a_node_of_one(two_cores: None, monkeypatch: pytes
         in_job(monkeypatch, {}, processes=2)
 
 
-SLURM = {"SLURM_STEP_ID": "0", "SLURM_JOB_ID": "7", "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}
-SLURM |= {"SLURM_LOCALID": "0", "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "n[1-2]"}
-PODS = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job", "PET_MASTER_PORT": "29501"}
-
-
 def in_job(monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], **config: Any) -> LaunchConfig:
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     return resolve_config(LaunchConfig(kind="environment", **config))
-
-
-SKY = {"SKYPILOT_NODE_RANK": "1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2\n"}
-DSTACK = {"DSTACK_NODE_RANK": "0", "DSTACK_NODES_NUM": "2", "DSTACK_MASTER_NODE_IP": "10.0.0.1"}
 
 
 @pytest.mark.parametrize(
@@ -247,8 +244,7 @@ def test_a_job_of_one_is_one_machine(
 
 def test_settings_as_plain_data_give_the_same_configuration() -> None:
     config = LaunchConfig(nodes="1:2", rendezvous=MEETING, devices=(1, 0), env={"A": "b"})
-    settings = json.loads(json.dumps(config.__dict__))
-    assert from_settings({**settings, "unknown": 1}) == config
+    assert from_settings({**json.loads(json.dumps(config.__dict__)), "unknown": 1}) == config
 
 
 @pytest.mark.parametrize("kind", ["auto", "environment"])

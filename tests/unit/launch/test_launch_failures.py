@@ -22,6 +22,8 @@ from trainer_lib.launch.failures import find_failure
 from trainer_lib.launch.run_dir import RunDir
 from trainer_lib.launch.supervise import Ending, OomWatch
 
+LOST, STOP = InfrastructureError("rank 0 lost contact with the others."), Preempted("Asked to stop.", step=130)
+
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> RunDir:
@@ -55,9 +57,6 @@ def record(run_dir: RunDir, rank: int, error: TrainflowError, at: float, *, seco
 def ranks_ended(run_dir: RunDir, *ends: tuple[int, int]) -> None:
     failures = [{"rank": rank, "exitcode": code, "pid": 1, "time": 5} for rank, code in ends]
     run_dir.write_json("agent.json", {"failures": failures})
-
-
-LOST, STOP = InfrastructureError("rank 0 lost contact with the others."), Preempted("Asked to stop.", step=130)
 
 
 def test_the_first_rank_that_failed_is_reported_whole(run_dir: RunDir) -> None:

@@ -39,6 +39,7 @@ def prepare(options, out):
 
 def build_model(options, data): ...
 """
+VARIABLE = "TRAINFLOW_TEST_TURN"
 
 
 def folder_of(owner: Owner) -> Store:
@@ -164,9 +165,6 @@ def test_a_process_whose_program_is_still_being_loaded_is_found(
     assert RunDir(tmp_path).find_processes() == {mine}
 
 
-VARIABLE = "TRAINFLOW_TEST_TURN"
-
-
 def test_threads_take_turns_and_a_launch_may_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     all_ready, seen, inside = threading.Barrier(3), [], 0
 
@@ -224,8 +222,7 @@ def two_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [(None, ["0", "1"]), ("1", ["1"]), ("GPU-cc", ["GPU-cc"]), ("MIG-77", ["MIG-77"]), ("", [])],
 )
 def test_a_device_has_one_name(visible: str | None, names: list[str]) -> None:
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert gpu_selection.list_visible(environment) == names
+    assert gpu_selection.list_visible({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}) == names
 
 
 def held(

@@ -23,6 +23,8 @@ from trainer_lib.locks.shared_parts import BLOCK, SharedParts
 from trainer_lib.storage import Store
 from trainer_lib.storage.commit import read_commit, write_commit
 
+UNREADABLE = [b"", b"{}", b"[" * 4000, b"\xff", b'{"pid": "x"}', b"null", bytes(9000)]
+
 
 def test_a_long_beat_keeps_the_lease_alive(tmp_path: Path) -> None:
     store = Store.open(tmp_path / "s")
@@ -53,9 +55,6 @@ def test_a_holder_elsewhere_is_given_its_own_time(tmp_path: Path) -> None:
     with acquire_lease(store, ttl_s=1000, poll_s=0.02) as lease:  # type: ignore[union-attr]
         assert 0.5 <= time.monotonic() - began < 30
         assert lease.epoch == 8
-
-
-UNREADABLE = [b"", b"{}", b"[" * 4000, b"\xff", b'{"pid": "x"}', b"null", bytes(9000)]
 
 
 @pytest.mark.parametrize("record", [*UNREADABLE, {"ttl_s": "9"}, {"id": "../up"}, {"pid": 9**999}, {"ttl_s": 7200}])
@@ -230,8 +229,7 @@ def test_the_part_of_a_process_that_is_gone_is_taken_over(tmp_path: Path) -> Non
 
 
 def test_the_part_of_a_silent_machine_is_taken_over_once_its_beat_stood_still(tmp_path: Path) -> None:
-    away = replace(Holder.this_process(ttl_s=0.3), id="away", machine="another/machine/1")
-    _claim(tmp_path, 0, away)
+    _claim(tmp_path, 0, replace(Holder.this_process(ttl_s=0.3), id="away", machine="another/machine/1"))
     (beat := tmp_path / "claims" / "away.beat").write_text("0")
     beats = 0
 
@@ -272,8 +270,7 @@ def test_parts_of_several_blocks_are_listed_a_block_at_a_time(tmp_path: Path) ->
     finished.by = {part: ["before"] for part in range(2 * BLOCK + 3) if part not in (5, BLOCK, 2 * BLOCK + 2)}
     list_block = finished.list_finished
     finished.list_finished = lambda block: looked.append(block) or list_block(block)  # type: ignore[method-assign, func-returns-value]
-    away = replace(Holder.this_process(ttl_s=0.1), id="away", machine="another/machine/1")
-    _claim(tmp_path, BLOCK, away)
+    _claim(tmp_path, BLOCK, replace(Holder.this_process(ttl_s=0.1), id="away", machine="another/machine/1"))
     seen = _work_through(tmp_path, finished, total=2 * BLOCK + 3, poll_s=0.02)
     assert seen == [5, 2 * BLOCK + 2, BLOCK]  # another machine's part once its worker is silent
     assert looked[:4] == [0, 1, 1, 2]  # again where a claim was met

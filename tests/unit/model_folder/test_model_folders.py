@@ -52,6 +52,7 @@ LINEAGE = Lineage(
     publication=PublicationLink(revision="00001-abc", content_digest=A),
     files=(FileEntry("model.safetensors", 184, B),),
 )
+MISSING = "import no_such_package_at_all"
 
 
 def _sealed(**changed: Any) -> bytes:
@@ -230,9 +231,6 @@ def test_a_copy_of_a_recipe_by_name_gives_way_to_the_installed_one(tmp_path: Pat
         "yes",
         "no",
     )
-
-
-MISSING = "import no_such_package_at_all"
 
 
 @pytest.mark.parametrize(

@@ -70,8 +70,7 @@ def test_what_torch_and_we_serve_trains_every_trainable_parameter(name: Optimize
     torch.manual_seed(0)
     model = Tiny()
     before = copy.deepcopy(model.state_dict())
-    optimizer = build_optimizer(_args(optim=name.value, learning_rate=0.01, weight_decay=0.01), model)
-    _step(model, optimizer, 3)
+    _step(model, build_optimizer(_args(optim=name.value, learning_rate=0.01, weight_decay=0.01), model), 3)
     for key, value in model.state_dict().items():
         assert torch.equal(value, before[key]) == key.startswith("frozen"), key
         assert torch.isfinite(value).all()
@@ -211,8 +210,7 @@ def test_groups_hold_trainable_parameters_once() -> None:
     groups = parameter_groups(model, 0.1, get_decay_parameter_names(model))
     assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
     held = [id(parameter) for group in groups for parameter in group["params"]]
-    trainable = [id(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    assert sorted(held) == sorted(trainable)
+    assert sorted(held) == sorted([id(parameter) for parameter in model.parameters() if parameter.requires_grad])
     assert len(parameter_groups(nn.Linear(2, 2, bias=False), 0.1, ["weight"])) == 1
 
 

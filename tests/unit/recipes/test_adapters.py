@@ -14,13 +14,7 @@ from tests.support.named_recipes import Prepared, RecipeCase, prove_resume, refu
 from trainer_lib.arguments import TrainingArguments
 from trainer_lib.errors import ConfigError, DamagedError
 from trainer_lib.recipes.shared.model_places import add_adapters
-from trainer_lib.trainer.model.models import (
-    describe_base,
-    frozen_fingerprint,
-    model_files,
-    numbers_in,
-    set_compute_type,
-)
+from trainer_lib.trainer.model import models
 from trainer_lib.worker.process.assembly import BASE, load_weights
 from trainflow.flows.new_project.starting import read_sample
 
@@ -127,13 +121,13 @@ def test_weights_in_few_bits_stay_while_adapters_train_through_an_evaluation(
 ) -> None:
     recipe, splits, data = chats
     model = build(chats, folder=base, load_in=load_in, adapter={"kind": kind, "rank": 4})
-    before = frozen_fingerprint(model, model.state_dict())
+    before = models.frozen_fingerprint(model, model.state_dict())
     trainer = trainer_of(recipe, data, model, tmp_path, splits["train"], 8, save_strategy="steps", save_steps=4)
     first = trainer.evaluate(eval_dataset=splits["test"])["eval_loss"]
     trainer.args.learning_rate = 1e-2
     trainer.train()
     assert trainer.evaluate(eval_dataset=splits["test"])["eval_loss"] < first - 0.1
-    assert frozen_fingerprint(model, model.state_dict()) == before
+    assert models.frozen_fingerprint(model, model.state_dict()) == before
     from safetensors.torch import load_file
 
     kept = load_file(tmp_path / "checkpoint-4" / "model.safetensors")
@@ -147,10 +141,10 @@ def test_4_bit_weights_multiply_in_the_type_of_the_arguments(chats: Prepared, ba
     assert layer.weight.quant_state.nested
     assert layer.weight.quant_state.quant_type == "nf4"
     plain = build(chats, folder=base, adapter={"rank": 2})
-    counts = [sum(map(numbers_in, each.parameters())) for each in (model, plain)]
+    counts = [sum(map(models.numbers_in, each.parameters())) for each in (model, plain)]
     assert counts[0] == counts[1] == plain.num_parameters()
     for bf16, wanted in ((False, torch.float32), (True, torch.bfloat16)):
-        set_compute_type(model, TrainingArguments(str(tmp_path), use_cpu=True, bf16=bf16))
+        models.set_compute_type(model, TrainingArguments(str(tmp_path), use_cpu=True, bf16=bf16))
         assert layer.compute_dtype == wanted
 
 
@@ -193,8 +187,7 @@ def test_preferences_begin_with_the_reference_in_the_same_bits(base: Path, chats
     assert "adapters alone" in str(refusal(lambda: build(made, folder=base)))
     model = build(made, folder=base, adapter={"rank": 2})
     assert model.get_base_model().is_loaded_in_4bit
-    trainer = trainer_of(made[0], made[2], model, tmp_path / "run", made[1]["train"], 2, **BATCHES)
-    trainer.train()
+    trainer_of(made[0], made[2], model, tmp_path / "run", made[1]["train"], 2, **BATCHES).train()
     assert add_adapters(model, {}, place=None) is model
 
 
@@ -202,12 +195,12 @@ def test_preferences_begin_with_the_reference_in_the_same_bits(base: Path, chats
 def test_exported_adapters_name_their_base_and_are_not_put_on_another(
     chats: Prepared, base: Path, tmp_path: Path
 ) -> None:
-    described = describe_base(build(chats, folder=base, adapter={"rank": 2}))
+    described = models.describe_base(build(chats, folder=base, adapter={"rank": 2}))
     digest = hashlib.sha256((base / "model.safetensors").read_bytes()).hexdigest()
     assert described == {"name": base.name, "revision": None, "files": {"model.safetensors": digest}}
-    assert describe_base(build(chats, folder=base)) is None
+    assert models.describe_base(build(chats, folder=base)) is None
     model = build(chats, folder=base, adapter={"rank": 2})
-    names = json.loads(model_files(model, model.state_dict())["adapter_config.json"])["target_modules"]
+    names = json.loads(models.model_files(model, model.state_dict())["adapter_config.json"])["target_modules"]
     assert names == sorted(names)  # a set of peft's, whose order is another one in each process
     assert len(names) == 7
     build(chats, folder=base, adapter={"rank": 2}).save_pretrained(tmp_path / "model")

@@ -32,6 +32,7 @@ from trainflow.flows.new_project.starting import digits
 
 VIT = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 4}
 TINY = {"model_type": "vit", **VIT}
+SPLIT_LABELS = "called test, train: … column: label}, and prepare.options.label=split"
 
 
 def prepared(folder: Path, sources: list[Path], /, **options: Any) -> Prepared:
@@ -151,8 +152,7 @@ def test_splits_are_given_by_folders_and_never_mixed_unsaid(tmp_path: Path) -> N
         for name, content in list(digits().items())[start : start + 100]:
             (tmp_path / "photos" / split / name).parent.mkdir(parents=True, exist_ok=True)
             (tmp_path / "photos" / split / name).write_bytes(content)
-    error = refused(tmp_path, [tmp_path / "photos"])
-    assert "are called test, train: they are splits" in error.message
+    assert "are called test, train: they are splits" in refused(tmp_path, [tmp_path / "photos"]).message
     _, splits, _ = prepared(tmp_path, [tmp_path / "photos"], split={"by": "column", "column": "split"})
     assert {name: {row["image"].split("/")[0] for row in rows} for name, rows in splits.items()} == {
         "train": {"train"},
@@ -213,9 +213,6 @@ def several(folder: Path, *names: str) -> None:
             Image.fromarray(shade).save(folder / place, "PNG")
 
 
-SPLIT_LABELS = "called test, train: … column: label}, and prepare.options.label=split"
-
-
 @pytest.mark.parametrize(
     ("names", "options", "words"),
     [
@@ -251,8 +248,7 @@ def test_folders_that_may_mean_something_else_are_refused_or_named(
 def test_images_that_are_there_twice_are_counted_and_dark_ones_of_16_bits_named(tmp_path: Path) -> None:
     lines = []
     for number in range(16):
-        deep = np.full((2, 2), 100 * (number % 12), np.uint16)
-        Image.fromarray(deep).save(tmp_path / f"{number}.png")
+        Image.fromarray(np.full((2, 2), 100 * (number % 12), np.uint16)).save(tmp_path / f"{number}.png")
         lines.append(f".\\{number}.png,{'a' if number < 8 else 'b'},{'train' if number % 8 < 6 else 'test'}\n")
     (tmp_path / "list.csv").write_text("file,label,fold\n" + "".join(lines))
     out = PrepareOutput(Store.open(tmp_path / "out"), [str(tmp_path / "list.csv")], ())

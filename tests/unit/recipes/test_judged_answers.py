@@ -45,6 +45,7 @@ BATCHES: dict[str, Any] = {"per_device_train_batch_size": 8, "learning_rate": 1e
 USER, GOOD, BAD = (
     {"role": role, "content": text} for role, text in (("user", "one?"), ("assistant", "1"), ("assistant", "two"))
 )
+SETTINGS: dict[str, dict[str, Any]] = {"marks": {}, "ranks": {"config": TINY}, "pairs": {"loss": "orpo"}}
 
 
 @pytest.fixture(scope="module")
@@ -101,8 +102,7 @@ def test_pairs_of_each_shape_are_the_same_conversations(
         texts = [tokenizer.decode(row[batch["attention_mask"][at].bool()]) for at, row in enumerate(batch["input_ids"])]
         start = f"{TURN}system\nbrief{END}\n{TURN}user\none?{END}\n{TURN}assistant\n"
         assert texts == [f"{start}1{END}", f"{start}two{END}"]
-        answers = [tokenizer.decode(row[row >= 0]) for row in batch["targets"]]
-        assert answers == [f"1{END}", f"two{END}"]
+        assert [tokenizer.decode(row[row >= 0]) for row in batch["targets"]] == [f"1{END}", f"two{END}"]
 
 
 @pytest.mark.parametrize(("options", "scored"), [({}, "11"), ({"loss_on": "last"}, "1")])
@@ -148,8 +148,7 @@ def test_all_faulty_pairs_are_listed_in_the_order_of_the_rows(tmp_path: Path) ->
 
 
 def test_lists_in_one_file_and_texts_in_another_are_refused(tmp_path: Path) -> None:
-    texts = {"prompt": "one?", "chosen": "1", "rejected": "two"}
-    (tmp_path / "test.jsonl").write_text(jsonl(*[texts] * 4))
+    (tmp_path / "test.jsonl").write_text(jsonl(*[{"prompt": "one?", "chosen": "1", "rejected": "two"}] * 4))
     files = {"train": str(tmp_path / "pairs.jsonl"), "test": str(tmp_path / "test.jsonl")}
     talks = jsonl(*[{"prompt": [USER], "chosen": [GOOD], "rejected": [BAD]}] * 8)
     error = PAIRS.refused(tmp_path, talks, files=files, split={})
@@ -223,9 +222,6 @@ def test_the_divergence_is_that_of_all_rows_of_the_step_by_other_answers(marks: 
         own = logs[range(len(tokens[0]) - 1), tokens[0, 1:]][len(prompt) - 1 :].sum()
         ratios.append(float(own) - row["reference_other"])
     assert float(trainer._divergence) == pytest.approx(max(0.0, float(np.mean(ratios))), rel=1e-4, abs=1e-5)
-
-
-SETTINGS: dict[str, dict[str, Any]] = {"marks": {}, "ranks": {"config": TINY}, "pairs": {"loss": "orpo"}}
 
 
 @pytest.mark.parametrize("name", SETTINGS)

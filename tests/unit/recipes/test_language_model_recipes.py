@@ -107,8 +107,7 @@ def test_training_is_packed_evaluation_is_not_and_the_model_beats_the_frequencie
     targets = np.concatenate([row["input_ids"][1:] for row in splits["test"]])
     shares = np.bincount(targets)[np.bincount(targets) > 0] / len(targets)
     assert math.log(measured["eval_unigram_perplexity"]) == pytest.approx(-(shares * np.log(shares)).sum())
-    predictions = np.asarray(trainer.predict(splits["test"]).predictions)
-    columns = recipe.prediction_columns(predictions, data)
+    columns = recipe.prediction_columns(np.asarray(trainer.predict(splits["test"]).predictions), data)
     assert list(columns["tokens"]) == [len(row["input_ids"]) - 1 for row in splits["test"]]
     assert recipe.after_evaluate is not None
     made = recipe.after_evaluate(trainer.model.eval(), data, {"prompts": ["def "], "sample_tokens": 5})
@@ -242,8 +241,7 @@ def test_loss_and_gradients_are_those_of_the_formula(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     recipe, splits, data = of_known
-    chosen = {"folder": known, "beta": 0.3, "loss": loss}
-    model: Any = recipe.build_model(chosen, data)
+    model: Any = recipe.build_model({"folder": known, "beta": 0.3, "loss": loss}, data)
     torch.manual_seed(2)
     for each in model.parameters():
         each.data += 0.02 * torch.randn_like(each)

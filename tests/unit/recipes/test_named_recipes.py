@@ -20,6 +20,7 @@ from trainflow.tasks.keys.resolver import Resolver
 
 STAR = "from trainer_lib.recipes.tabular_classification import *\n"
 MINE = STAR + "\n\ndef build_model(options, data):\n    return 'mine'\n"
+Digests = dict[str, dict[str, dict[str, str]]]
 
 
 def spec(folder: Path, recipe: str) -> Path:
@@ -110,9 +111,6 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, dict
         copy = _copied(tmp_path_factory.mktemp("before"), patch)
         files = (copy / "tabular_classification.py", copy.parent / "mine.py")
         return {file.name: _digests(file, copy.parent / "project") for file in files}
-
-
-Digests = dict[str, dict[str, dict[str, str]]]
 
 
 @pytest.mark.parametrize(

@@ -166,8 +166,7 @@ def test_a_document_has_the_logits_and_the_loss_that_it_has_alone(kind: str, iso
         alone = [model(input_ids=torch.from_numpy(each)[None]).logits[0] for each in documents]
         packed_rows, one_by_one = model(**batch), model(**padded)
     for place, row in enumerate(rows):
-        starts = np.cumsum(row["lengths"]) - row["lengths"]
-        for number, start in zip(row["documents"], starts, strict=True):
+        for number, start in zip(row["documents"], np.cumsum(row["lengths"]) - row["lengths"], strict=True):
             there = packed_rows.logits[place, start : start + len(documents[number])]
             torch.testing.assert_close(there, alone[number], atol=2e-5, rtol=1e-5)
     losses = [

@@ -34,6 +34,9 @@ from trainflow.flows.server.schedule import Watch
 from trainflow.tasks.keys.sources import fingerprints
 
 Splits = dict[str, list[dict[str, Any]]]
+DAYS = [(year, month, day) for year in (2023, 2024) for month in range(1, 13) for day in (5, 15, 25)]
+MIXED = [DAYS[place * 29 % len(DAYS)] for place in range(len(DAYS))]
+MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 
 
 def prepared(recipe: str, source: Path, **options: Any) -> tuple[Splits, PrepareOutput]:
@@ -62,9 +65,6 @@ def texts_of(splits: dict[str, Any], *sources: Path, **options: Any) -> dict[str
 
 
 # -- dates ------------------------------------------------------------------------------------------------------------
-DAYS = [(year, month, day) for year in (2023, 2024) for month in range(1, 13) for day in (5, 15, 25)]
-MIXED = [DAYS[place * 29 % len(DAYS)] for place in range(len(DAYS))]
-MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
 
 
 def dates(form: str) -> list[str]:
@@ -378,8 +378,7 @@ def test_a_separator_cuts_a_file_into_documents_whatever_ends_its_lines(
 
 
 def test_texts_of_installed_packages_are_sources_and_bad_ones_are_refused_with_their_place(tmp_path: Path) -> None:
-    library = {Path(each.place).name for each in read("stdlib:json")}
-    assert {"decoder.py", "encoder.py"} <= library
+    assert {"decoder.py", "encoder.py"} <= {Path(each.place).name for each in read("stdlib:json")}
     assert [Path(each.place).name for each in read("stdlib:colorsys.py")] == ["colorsys.py"]
     assert any(each.place.endswith("METADATA") or each.text for each in read("package:tqdm"))
     (tmp_path / "latin.txt").write_bytes("für".encode("latin-1"))

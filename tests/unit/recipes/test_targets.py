@@ -41,6 +41,7 @@ KINDS = "size,words,tags,stars,price\n" + "".join(
     for row in range(120)
     for tags in [[name for name, every in (("blue", 2), ("red, dark", 3), ("gold", 5)) if row % every == 0]]
 ).replace("red, dark", "red")
+BEST = {"several": "average_precision_over_chance", "order": "rank_mae_below_median", "number": "rmse_below_mean"}
 
 
 def made(kind: str, folder: Path) -> Prepared:
@@ -129,9 +130,6 @@ def test_metrics_of_several_and_of_ordered_classes_are_those_of_scikit_learn() -
     assert measured["quadratic_kappa"] == pytest.approx(metrics.cohen_kappa_score(ranks, guesses, weights="quadratic"))
     assert measured["rank_mae"] == pytest.approx(metrics.mean_absolute_error(ranks, guesses))
     assert targets.measure_ranks(np.eye(3)[[1, 1]], np.array([1, 1]))["quadratic_kappa"] == 0.0
-
-
-BEST = {"several": "average_precision_over_chance", "order": "rank_mae_below_median", "number": "rmse_below_mean"}
 
 
 @pytest.mark.parametrize("target", TARGETS)

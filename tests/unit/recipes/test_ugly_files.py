@@ -30,6 +30,7 @@ from trainer_lib.recipes.tables.table_files import TableForm
 from trainer_lib.storage import Store
 
 ROWS = 20
+NAMELESS = {"columns": ["x", "label", "Ort"]}
 
 
 @dataclass
@@ -377,9 +378,6 @@ def test_objects_of_json_may_lack_what_is_null_and_unknown_texts_are_counted(tmp
         "The column 'c' has a text that no training row has in 3 rows, such as 'pink': "
         "such texts are all alike for the model."
     ]
-
-
-NAMELESS = {"columns": ["x", "label", "Ort"]}
 
 
 @pytest.mark.parametrize(

@@ -82,15 +82,13 @@ def test_the_default_objective_leaves_out_what_is_no_metric(tmp_path: Path) -> N
     scores = iter([0.2, 0.2, 0.9, 0.9, 0.5, 0.5])
     trainer = search_trainer(tmp_path, compute_metrics=lambda p: {"a": next(scores), "b": 0.05})
     best = trainer.hyperparameter_search(rate, n_trials=3, direction="maximize")
-    assert best.run_id == "1"
-    assert best.objective == pytest.approx(0.95)
+    assert (best.run_id, best.objective) == ("1", pytest.approx(0.95))
 
 
 def test_the_references_defaults_can_be_given_by_name(tmp_path: Path) -> None:
     notes = Notes()
     trainer = search_trainer(tmp_path, max_steps=-1, eval_strategy="no", callbacks=[notes])
-    named = (default_hp_space_optuna, default_compute_objective)
-    for arguments in ((), named):
+    for arguments in ((), (default_hp_space_optuna, default_compute_objective)):
         best = trainer.hyperparameter_search(*arguments, n_trials=1, backend=HPSearchBackend.OPTUNA)
         assert set(best.hyperparameters) == {"learning_rate", "num_train_epochs", "seed", "per_device_train_batch_size"}
     for began in notes.began:

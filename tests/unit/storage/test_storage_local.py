@@ -254,8 +254,7 @@ def test_a_storage_that_is_gone_while_a_run_works_is_not_made_again(
 
 
 def test_a_lease_says_that_its_folder_is_gone_and_not_that_another_process_has_it(tmp_path: Path) -> None:
-    store = Store.open(tmp_path / "storage")
-    lease = acquire_lease(store.child("stage"), ttl_s=0.3)
+    lease = acquire_lease(Store.open(tmp_path / "storage").child("stage"), ttl_s=0.3)
     assert lease is not None
     _removed(tmp_path / "storage")
     with pytest.raises(StorageGoneError, match="renamed or removed"):

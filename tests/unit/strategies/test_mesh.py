@@ -11,16 +11,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch import nn
 
 from trainer_lib import TrainingArguments
-from trainer_lib.arguments.configs.parallelism_config import (
-    DIMENSIONS,
-    Grid,
-    check_processes,
-    data_size,
-    is_laid_out,
-    mesh_sizes,
-    read_layout,
-    settings_of,
-)
+from trainer_lib.arguments.configs import parallelism_config
 from trainer_lib.errors import ConfigError
 from trainer_lib.strategies.tensor.layers import plan_layers
 from trainer_lib.worker.process.assembly import arguments
@@ -40,11 +31,11 @@ from trainer_lib.worker.process.assembly import arguments
     ],
 )
 def test_ranks_of_one_data_coordinate_are_neighbours(sizes: dict[str, int], data: list[int], last: str) -> None:
-    ranks = [Grid(sizes, rank) for rank in range(len(data))]
+    ranks = [parallelism_config.Grid(sizes, rank) for rank in range(len(data))]
     assert [mesh.data_rank for mesh in ranks] == data
     assert {(mesh.size, mesh.data_size) for mesh in ranks} == {(len(data), max(data) + 1)}
     assert ranks[-1].describe() == ranks[0].describe(len(data) - 1) == last
-    assert [tuple(mesh.coordinates) for mesh in ranks] == [DIMENSIONS] * len(data)
+    assert [tuple(mesh.coordinates) for mesh in ranks] == [parallelism_config.DIMENSIONS] * len(data)
     assert len({tuple(mesh.coordinates.values()) for mesh in ranks}) == len(data)
 
 
@@ -76,15 +67,15 @@ LAID_OUT: list[tuple[dict[str, Any], dict[str, int], str | None]] = [
 @pytest.mark.parametrize(("given", "sizes", "mode"), LAID_OUT)
 def test_arguments_lay_out_the_processes(given: dict[str, Any], sizes: dict[str, int], mode: str | None) -> None:
     args = TrainingArguments("out", **given)
-    assert mesh_sizes(args, world_size=8, local_world_size=4) == sizes
-    assert getattr(settings_of(args), "mode", None) == mode
-    assert data_size(args, 8) == Grid(sizes).data_size
+    assert parallelism_config.mesh_sizes(args, world_size=8, local_world_size=4) == sizes
+    assert getattr(parallelism_config.settings_of(args), "mode", None) == mode
+    assert parallelism_config.data_size(args, 8) == parallelism_config.Grid(sizes).data_size
     read = TrainingArguments.from_dict(args.to_dict())
     assert (read.parallelism, read.parallelism_config) == (args.parallelism, args.parallelism_config)
-    assert read_layout(read) == read_layout(args)
-    assert is_laid_out(args, 8) == (read_layout(args) is not None)
-    assert not is_laid_out(args, 1)
-    check_processes(args, 8)
+    assert parallelism_config.read_layout(read) == parallelism_config.read_layout(args)
+    assert parallelism_config.is_laid_out(args, 8) == (parallelism_config.read_layout(args) is not None)
+    assert not parallelism_config.is_laid_out(args, 1)
+    parallelism_config.check_processes(args, 8)
 
 
 def test_a_stage_with_other_processes_than_the_layout_has_the_model_whole(tmp_path: Path) -> None:
@@ -94,7 +85,7 @@ def test_a_stage_with_other_processes_than_the_layout_has_the_model_whole(tmp_pa
     work.world_size = 2
     assert arguments(work, "evaluate", str(tmp_path)).parallelism == {"tensor": 2}
     with pytest.raises(ConfigError, match="Its product is 2, and there are 1 processes"):
-        check_processes(arguments(work, "train", str(tmp_path)), 1)
+        parallelism_config.check_processes(arguments(work, "train", str(tmp_path)), 1)
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
@@ -131,7 +122,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("given", "message"), REFUSED)
 def test_what_cannot_be_laid_out_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as refused:
-        mesh_sizes(TrainingArguments("out", **given), world_size=8, local_world_size=8)
+        parallelism_config.mesh_sizes(TrainingArguments("out", **given), world_size=8, local_world_size=8)
     assert refused.value.field and refused.value.remedy
 
 

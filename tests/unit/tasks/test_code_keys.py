@@ -72,6 +72,10 @@ MODELS = ALL - {"prepare"}
 METRICS = "def compute_metrics"  # a place of the recipe that is easily named
 SCORE = ("return len(NAMES)", "return 3")
 COLLATED = "return np.array(rows)"
+PICKLED = "try:\n    import cPickle as pickle\nexcept ImportError:\n    import pickle"
+PREPARE = "\n\n\ndef prepare(options, out):\n    return {}\n"
+NETS = "def build_model(options, data):\n    return 4\n\n\ndef other():\n    return 5\n"
+HAND_ON = "from models import build_model, other\n"
 
 
 def write(folder: Path, files: dict[str, str]) -> None:
@@ -187,12 +191,8 @@ def test_an_edit_counts_for_the_stages_that_reach_it(tmp_path: Path, old: str, n
 )
 def test_a_function_that_makes_names_at_run_time_reaches_everything(tmp_path: Path, call: str) -> None:
     imports = "import pickle, sys, pandas as pd\n    from importlib import metadata\n    text = rows"
-    base = BASE.replace(COLLATED, f"{imports}\n    return {call}")
-    assert changed(tmp_path, *SCORE, base=base) == MODELS
+    assert changed(tmp_path, *SCORE, base=BASE.replace(COLLATED, f"{imports}\n    return {call}")) == MODELS
     assert "recipe.py" in str(reach(tmp_path / "recipe.py", tmp_path)["train"].everything)
-
-
-PICKLED = "try:\n    import cPickle as pickle\nexcept ImportError:\n    import pickle"
 
 
 @pytest.mark.parametrize(
@@ -231,8 +231,7 @@ def test_an_edit_counts_by_how_another_recipe_uses_names(
 
 
 def test_a_function_that_a_stages_own_file_lacks_is_the_pipelines(tmp_path: Path) -> None:
-    own = "def compute_metrics(p):\n    return {}\n"
-    write(tmp_path, {"recipe.py": BASE, "helper.py": HELPER, "own.py": own})
+    write(tmp_path, {"recipe.py": BASE, "helper.py": HELPER, "own.py": "def compute_metrics(p):\n    return {}\n"})
     code = Resolver().code(tmp_path / "own.py", tmp_path / "recipe.py", tmp_path)
     labels = set(code.reach(stage_code.EVALUATE).digests)
     assert {"own.py:compute_metrics", "recipe.py:build_model", "recipe.py:collate"} <= labels
@@ -293,9 +292,6 @@ def test_metrics_count_for_train_where_they_choose_the_weights_and_for_its_curve
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------
-PREPARE = "\n\n\ndef prepare(options, out):\n    return {}\n"
-NETS = "def build_model(options, data):\n    return 4\n\n\ndef other():\n    return 5\n"
-HAND_ON = "from models import build_model, other\n"
 
 
 @pytest.mark.parametrize(
@@ -394,8 +390,7 @@ def loading(load: str) -> str:
 
 @pytest.mark.parametrize("load", LOADS)
 def test_a_module_that_is_loaded_by_a_function_counts_for_its_stages(tmp_path: Path, load: str) -> None:
-    files = {"recipe.py": loading(load), "lib/nets.py": NETS}
-    assert rerun(tmp_path, files, "return 4", "return 8") == MODELS
+    assert rerun(tmp_path, {"recipe.py": loading(load), "lib/nets.py": NETS}, "return 4", "return 8") == MODELS
 
 
 def test_a_file_that_is_not_python_counts_by_its_bytes_where_no_import_names_it(tmp_path: Path) -> None:
@@ -466,5 +461,4 @@ def test_a_package_installed_in_place_counts_by_functions_and_a_large_one_by_its
 
 
 def test_installed_packages_and_the_standard_library_are_not_followed() -> None:
-    found = [find_in_place(name) for name in ("torch", "json", "trainer_lib", "not_there_at_all")]
-    assert found == [None] * 4
+    assert [find_in_place(name) for name in ("torch", "json", "trainer_lib", "not_there_at_all")] == [None] * 4

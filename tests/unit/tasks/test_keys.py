@@ -21,16 +21,7 @@ from trainer_lib.locks.removal import REMOVING, announce_removal, withdraw_remov
 from trainer_lib.storage import Store
 from trainflow.flows.planning.plan import Plan
 from trainflow.flows.spec.spec import load_spec
-from trainflow.tasks.configs import (
-    EvaluateConfig,
-    LaunchSettings,
-    PredictConfig,
-    PreemptionSettings,
-    PrepareConfig,
-    PublishConfig,
-    StopEarlySettings,
-    TrainConfig,
-)
+from trainflow.tasks import configs
 from trainflow.tasks.keys import keys as _keys
 from trainflow.tasks.keys.keys import Difference, differences, stage_key
 from trainflow.tasks.keys.sources import check, fingerprints
@@ -54,27 +45,27 @@ def recipe(tmp_path: Path) -> str:
 
 def train_digest(recipe: str, processes: int = 1, data: StageManifest = DATA, **changes: Any) -> str:
     args = {"per_device_train_batch_size": 8, **changes.pop("args", {})}
-    launch = LaunchSettings(kind="auto", processes=processes)
-    return _keys.train_key(TrainConfig(args=args, launch=launch, **changes), at(recipe), data).digest
+    launch = configs.LaunchSettings(kind="auto", processes=processes)
+    return _keys.train_key(configs.TrainConfig(args=args, launch=launch, **changes), at(recipe), data).digest
 
 
 def test_a_key_is_the_same_wherever_the_project_and_the_storage_are(tmp_path: Path) -> None:
     recipes = [str(project(tmp_path / name).with_name("recipe.py")) for name in ("one", "two")]
     assert train_digest(recipes[0]) == train_digest(recipes[1])
-    keys = [_keys.prepare_key(PrepareConfig(sources=[recipe]), at(recipe)) for recipe in recipes]
+    keys = [_keys.prepare_key(configs.PrepareConfig(sources=[recipe]), at(recipe)) for recipe in recipes]
     assert keys[0].digest == keys[1].digest
     assert str(tmp_path) not in json.dumps(keys[0].fields)
 
 
 OWN: dict[str, Any] = {"recipe": "OTHER", "options": {"x": 1}, "retries": 0}
-THREADS: dict[str, Any] = {"launch": LaunchSettings(threads=1)}
+THREADS: dict[str, Any] = {"launch": configs.LaunchSettings(threads=1)}
 INFERENCE = {**OWN, **THREADS, "enabled": False, "args": {"eval_use_gather_object": True}}
 MEASURED = {"require": {"test_error": "< 1"}, "resamples": 5, "confidence": 0.9, "metrics": ["f1_macro"]}
 COMPARED = {"only_if": "better", "metric": "test_error", "greater_is_better": False}
 CARD = {"title": "Digits", "description": "What it is for.", "license": "mit", "tags": ["a"], "base_model": "org/base"}
 PLACE = {"to": "hf://org/model", "private": False, "revision": "v2"}
 CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
-    PrepareConfig: {
+    configs.PrepareConfig: {
         **OWN,
         **THREADS,
         "sources": ["RECIPE"],
@@ -83,17 +74,17 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "allow_nan": True,
         "runner": RunnerSettings(kind="dask", workers=2),
     },
-    TrainConfig: {
+    configs.TrainConfig: {
         **OWN,
         "model": {"width": 3},
         "args": {"seed": 7},
         "train_split": "other",
         "eval_split": "test",
-        "launch": LaunchSettings(threads=1, max_restarts=2),
-        "preemption": PreemptionSettings(file="notice"),
-        "stop_early": StopEarlySettings(),
+        "launch": configs.LaunchSettings(threads=1, max_restarts=2),
+        "preemption": configs.PreemptionSettings(file="notice"),
+        "stop_early": configs.StopEarlySettings(),
     },
-    EvaluateConfig: {
+    configs.EvaluateConfig: {
         **INFERENCE,
         **MEASURED,
         "splits": ["train"],
@@ -102,8 +93,8 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
         "show_inputs": False,
         "importance_seconds": 0,
     },
-    PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},
-    PublishConfig: {
+    configs.PredictConfig: {**INFERENCE, "split": "train", "rows_per_file": 7, "sort_by": "x"},
+    configs.PublishConfig: {
         **OWN,
         **PLACE,
         **COMPARED,
@@ -119,11 +110,11 @@ CHANGED: dict[type[KeyedSettings], dict[str, Any]] = {
 }
 """A changed value of every setting of every stage. OTHER and RECIPE stand for files of the test's project."""
 KEY_OF: dict[type[KeyedSettings], tuple[Callable[..., _keys.StageKey], tuple[StageManifest, ...]]] = {
-    PrepareConfig: (_keys.prepare_key, ()),
-    TrainConfig: (_keys.train_key, (DATA,)),
-    EvaluateConfig: (_keys.evaluate_key, (DATA, MODEL)),
-    PredictConfig: (_keys.predict_key, (DATA, MODEL)),
-    PublishConfig: (_keys.publish_key, (DATA, MODEL)),
+    configs.PrepareConfig: (_keys.prepare_key, ()),
+    configs.TrainConfig: (_keys.train_key, (DATA,)),
+    configs.EvaluateConfig: (_keys.evaluate_key, (DATA, MODEL)),
+    configs.PredictConfig: (_keys.predict_key, (DATA, MODEL)),
+    configs.PublishConfig: (_keys.publish_key, (DATA, MODEL)),
 }
 
 
@@ -138,19 +129,18 @@ def test_each_setting_is_part_of_the_key_as_it_declares(cls: type[KeyedSettings]
     for name, affects in cls.affects().items():
         value = CHANGED[cls][name]
         value = str(other) if value == "OTHER" else [recipe] if value == ["RECIPE"] else value
-        after = key(cls(**{name: value}), at(recipe), *inputs).digest
-        assert (after != before) == (affects == "result"), name
+        assert (key(cls(**{name: value}), at(recipe), *inputs).digest != before) == (affects == "result"), name
 
 
 def test_weights_of_a_mixture_are_in_the_key_of_train_and_its_sources_in_that_of_prepare(recipe: str) -> None:
-    def mixing(**source: Any) -> PrepareConfig:
-        return PrepareConfig.model_validate({"mixture": [{"source": "package:pytest", **source}]})
+    def mixing(**source: Any) -> configs.PrepareConfig:
+        return configs.PrepareConfig.model_validate({"mixture": [{"source": "package:pytest", **source}]})
 
     one, other, renamed = mixing(weight=1), mixing(weight=2), mixing(name="mine")
     assert _keys.prepare_key(one, at(recipe)).digest == _keys.prepare_key(other, at(recipe)).digest
     assert _keys.prepare_key(one, at(recipe)).digest != _keys.prepare_key(renamed, at(recipe)).digest
     mixed = [replace(at(recipe), mixture=each.mixture_info) for each in (one, other)]
-    keys = [_keys.train_key(TrainConfig(), context, DATA).digest for context in (at(recipe), *mixed)]
+    keys = [_keys.train_key(configs.TrainConfig(), context, DATA).digest for context in (at(recipe), *mixed)]
     assert len(set(keys)) == 3
 
 
@@ -193,17 +183,17 @@ def test_versions_that_change_numerics_count(recipe: str, monkeypatch: pytest.Mo
     before = train_digest(recipe)
     monkeypatch.setattr(_keys, "NUMERICS", _keys.NUMERICS + 1)
     assert train_digest(recipe) != before
-    fields = _keys.train_key(TrainConfig(), at(recipe), DATA).fields
+    fields = _keys.train_key(configs.TrainConfig(), at(recipe), DATA).fields
     assert set(fields["versions"]) == {"python", "torch", "numpy", "trainer_lib"}
-    assert "versions" not in _keys.prepare_key(PrepareConfig(), at(recipe)).fields
+    assert "versions" not in _keys.prepare_key(configs.PrepareConfig(), at(recipe)).fields
     # Without after_evaluate no curve is drawn.
-    assert "history" not in _keys.evaluate_key(EvaluateConfig(), at(recipe), DATA, MODEL).fields
+    assert "history" not in _keys.evaluate_key(configs.EvaluateConfig(), at(recipe), DATA, MODEL).fields
 
 
 def test_evaluate_and_predict_ignore_how_the_work_is_cut_up(recipe: str) -> None:
     def key(**args: Any) -> tuple[str, str]:
-        one = _keys.evaluate_key(EvaluateConfig(args=args), at(recipe), DATA, MODEL)
-        other = _keys.predict_key(PredictConfig(args=args), at(recipe), DATA, MODEL)
+        one = _keys.evaluate_key(configs.EvaluateConfig(args=args), at(recipe), DATA, MODEL)
+        other = _keys.predict_key(configs.PredictConfig(args=args), at(recipe), DATA, MODEL)
         return one.digest, other.digest
 
     assert key(per_device_eval_batch_size=3, learning_rate=1.0, num_train_epochs=9) == key()
@@ -213,7 +203,7 @@ def test_evaluate_and_predict_ignore_how_the_work_is_cut_up(recipe: str) -> None
 def test_a_stage_with_a_recipe_of_its_own_does_not_follow_the_pipelines(recipe: str) -> None:
     own = Path(recipe).with_name("metrics.py")
     own.write_text("def compute_metrics(p): return {}\n")
-    config = EvaluateConfig(recipe=str(own))
+    config = configs.EvaluateConfig(recipe=str(own))
     before = _keys.evaluate_key(config, at(recipe), DATA, MODEL).digest
     Path(recipe).write_text(Path(recipe).read_text() + "\nx = 1\n")
     assert _keys.evaluate_key(config, at(recipe), DATA, MODEL).digest == before
@@ -256,7 +246,7 @@ def test_processes_are_counted_by_cores_when_the_cpu_is_asked_for(recipe: str, m
 
     monkeypatch.setattr(launch, "num_devices", lambda _: 1)
     monkeypatch.setattr(launch, "num_cores", lambda: 2)
-    config = TrainConfig(args={"use_cpu": True}, launch=LaunchSettings(processes=2))
+    config = configs.TrainConfig(args={"use_cpu": True}, launch=configs.LaunchSettings(processes=2))
     assert _keys.train_key(config, at(recipe), DATA).fields["args"]["global_batch_size"] == 16
     with pytest.raises(ConfigError, match="device"):
         _keys.train_key(config.model_copy(update={"args": {}}), at(recipe), DATA)

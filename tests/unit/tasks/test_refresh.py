@@ -31,6 +31,8 @@ from trainflow.tasks.stage.runner import StageAttempt, StageOutput, run_stage
 DAY = MaxAge(timedelta(days=1), "refresh.prepare")
 KEY = stage_key("prepare-data", {"rows": 3, "recipe": {"recipe.py": "a" * 64}})
 FILE = "rows"
+NO_DURATIONS = ["1 fortnight", "soon", "", True, [1], None, ".nan"]
+NOT_POSITIVE, NOT_FINITE = "The duration must be above zero.", "The duration must be finite."
 
 
 class Clock:
@@ -130,8 +132,7 @@ def test_a_stopped_refresh_goes_on_where_it_was(tmp_path: Path, clock: Clock) ->
 
     second = run_stage(KEY, clock.context(tmp_path), go_on)
     assert seen == [(2, b"half")]
-    assert second.first_key == first.key
-    assert second.reason == "an earlier attempt did not finish"
+    assert (second.first_key, second.reason) == (first.key, "an earlier attempt did not finish")
 
 
 def test_a_run_decides_once_and_one_that_goes_on_decides_as_it_did(tmp_path: Path, clock: Clock) -> None:
@@ -216,10 +217,6 @@ def test_durations_are_read_and_written_as_people_do() -> None:
         assert spec.refresh["prepare"].total_seconds() == seconds, text
         assert parse_spec(json.loads(json.dumps(spec.model_dump(mode="json")))).refresh == spec.refresh, text
         assert describe(timedelta(seconds=seconds)) == written, text
-
-
-NO_DURATIONS = ["1 fortnight", "soon", "", True, [1], None, ".nan"]
-NOT_POSITIVE, NOT_FINITE = "The duration must be above zero.", "The duration must be finite."
 
 
 def test_what_is_not_a_duration_is_refused_in_words() -> None:

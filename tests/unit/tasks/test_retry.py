@@ -37,6 +37,7 @@ RETRIED = {"StorageError", "StoreUnreachableError", "InfrastructureError", "Hang
 
 STORAGE, AWAY, FULL = errors.StorageError("x"), errors.StoreUnreachableError("x"), errors.OutOfMemoryError("x")
 WHOLE = Past(used=0)
+START = {"started": "2026-01-01T00:00:00Z"}
 
 
 def hangs(before: list[int | None], now: int | None) -> tuple[BaseException, int, Past, bool]:
@@ -101,8 +102,7 @@ def test_the_ledger_charges_failures_but_not_preemptions_or_halvings(tmp_path: P
     attempt(ledger, errors.HangError("f", step=7))
     assert ledger.past() == Past(used=3, outages=1, hung_at=(7,))
     ledger.begin(reason="its end could not be written", batch_halvings=0)
-    failing = ledger.begin(reason="now", batch_halvings=0)
-    assert ledger.past(before=failing) == Past(used=3, outages=2, hung_at=(7,))
+    assert ledger.past(before=ledger.begin(reason="now", batch_halvings=0)) == Past(used=3, outages=2, hung_at=(7,))
 
 
 @pytest.mark.parametrize("content", ["{torn", "[]", '{"error": 5, "outcome": "failed"}', "x" * (2 << 20)])
@@ -136,8 +136,7 @@ def test_an_attempt_that_died_silently_or_a_torn_record_does_not_stop_the_next(t
 
 
 def test_records_keep_the_failure_but_not_endless_details(tmp_path: Path) -> None:
-    ledger = Ledger(Store.open(tmp_path))
-    attempt(ledger, errors.StorageError("why", details="x" * 100_000))
+    attempt(Ledger(Store.open(tmp_path)), errors.StorageError("why", details="x" * 100_000))
     text = (tmp_path / "attempts" / "0001.end.json").read_text()
     assert '"why"' in text
     assert len(text) < 20_000
@@ -205,9 +204,6 @@ def test_the_decision_rides_on_the_error_that_prefect_hands_back() -> None:
     assert ask(None, None, failed) is False
 
 
-START = {"started": "2026-01-01T00:00:00Z"}
-
-
 def end(outcome: str, seconds: int, **times: Any) -> dict[str, Any]:
     return {"ended": f"2026-01-01T00:{seconds // 60:02d}:{seconds % 60:02d}Z", "outcome": outcome, **times}
 
@@ -238,8 +234,7 @@ def test_the_newest_report_of_the_worker_is_kept_with_the_attempt(tmp_path: Any)
     progress.event({"event": "save", "spent": {"trained": 3.0}})
     progress.event({"event": "progress", "spent": {"trained": 5.0}})
     ledger = Ledger(Store.open(tmp_path))
-    number = ledger.begin(reason="never run before", batch_halvings=0)
-    ledger.end(number, "failed", times=progress.times)
+    ledger.end(ledger.begin(reason="never run before", batch_halvings=0), "failed", times=progress.times)
     [(_, record)] = ledger.records()
     assert (record["spent"], record["kept"]) == ({"trained": 5.0}, {"trained": 3.0})
     assert Goodput.of(ledger.records()).lost_s == 2.0

@@ -28,6 +28,11 @@ from trainflow.tasks.stage.gates import judge
 from trainflow.tasks.stage.manifest import StageManifest
 from trainflow.tasks.tracking.notifying import Message, NotifySettings
 
+DASK = ("prepare.runner.kind=dask", "prepare.runner.workers=2")
+SWEEP: Any = {"space": {"train.args.seed": [1, 2]}, "objective": "test_error", "direction": "minimize", "trials": 4}
+SECRET = "json://user:hunter2-secret@127.0.0.1:9/hook"
+KAPPA, BETA = "sklearn.metrics:cohen_kappa_score", "sklearn.metrics:fbeta_score"
+
 
 def refused(**sections: Any) -> ConfigError:
     with pytest.raises(ConfigError) as caught:
@@ -36,7 +41,6 @@ def refused(**sections: Any) -> ConfigError:
 
 
 # -- runners ----------------------------------------------------------------------------------------------------------
-DASK = ("prepare.runner.kind=dask", "prepare.runner.workers=2")
 
 
 @pytest.fixture
@@ -99,7 +103,6 @@ def test_a_runner_is_checked_with_its_recipe(tmp_path: Path, override: str, mess
 
 
 # -- sweeps -----------------------------------------------------------------------------------------------------------
-SWEEP: Any = {"space": {"train.args.seed": [1, 2]}, "objective": "test_error", "direction": "minimize", "trials": 4}
 
 
 def space(values: Any) -> dict[str, Any]:
@@ -211,7 +214,6 @@ def test_the_failure_names_every_missed_requirement_and_survives_a_process_bound
 
 
 # -- messages about how a run ended -----------------------------------------------------------------------------------
-SECRET = "json://user:hunter2-secret@127.0.0.1:9/hook"
 
 
 @pytest.mark.parametrize(
@@ -287,7 +289,6 @@ def test_only_the_ends_that_are_asked_for_are_sent(monkeypatch: pytest.MonkeyPat
 
 
 # -- metrics of packages ----------------------------------------------------------------------------------------------
-KAPPA, BETA = "sklearn.metrics:cohen_kappa_score", "sklearn.metrics:fbeta_score"
 
 
 @pytest.fixture

@@ -34,6 +34,9 @@ from trainflow.tasks.stage.context import StageContext
 from trainflow.tasks.stage.facts import PrepareFacts, TrainFacts
 from trainflow.tasks.stage.manifest import StageManifest
 
+CONTEXT = StageContext(name="names", recipe="recipe.py", storage="memory://names")
+BERT = {"config.json": json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}).encode()}
+
 
 @pytest.fixture
 def server() -> Iterator[socket.socket]:
@@ -181,9 +184,6 @@ def test_gpus_are_read_as_their_driver_reports_them() -> None:
     assert parse_gpus("") == {}
 
 
-CONTEXT = StageContext(name="names", recipe="recipe.py", storage="memory://names")
-
-
 def test_a_failure_while_a_stage_runs_names_that_stages_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     def hang(*_: Any, **__: Any) -> None:
         raise InfrastructureError(
@@ -206,9 +206,6 @@ def test_an_error_names_its_own_section() -> None:
         Resolver().launch(LaunchSettings(kind="process", processes=2), use_cpu=True, section="evaluate")
     with pytest.raises(ConfigError, match=r"^evaluate\.args\.seed"):
         Resolver().arguments({"seed": -1}, prefix="evaluate.args")
-
-
-BERT = {"config.json": json.dumps({"model_type": "bert", "architectures": ["BertForSequenceClassification"]}).encode()}
 
 
 def describe(folder: Path, weights: dict[str, bytes], assets: dict[str, bytes] | None = None) -> Flavor:

@@ -26,6 +26,8 @@ from trainer_lib.trackers.names import flatten_params, group_log, group_results,
 from trainer_lib.trackers.spool import Session
 from trainer_lib.trackers.vendors import TrackingCallback, numbers_only
 
+ARGS = SimpleNamespace(run_name="r", to_sanitized_dict=lambda: {"lr": 1})
+
 
 # -- names and values -------------------------------------------------------------------------------------------------
 def test_jsonl_needs_a_folder() -> None:
@@ -220,9 +222,6 @@ class Recorder:
 
     def close(self, status: str = "FINISHED") -> None:
         self.told.append(("close", status))
-
-
-ARGS = SimpleNamespace(run_name="r", to_sanitized_dict=lambda: {"lr": 1})
 
 
 def _state(step: int, *, zero: bool = True) -> Any:

@@ -87,8 +87,7 @@ def test_prepare_returns_what_it_was_given_in_that_order(tmp_path: Path) -> None
 def test_a_prepared_optimizer_and_schedule_step_as_the_trainers_own(tmp_path: Path) -> None:
     class Preparing(Trainer):
         def create_optimizer(self, model: Any = None) -> Any:
-            own = torch.optim.SGD(self.model.parameters(), lr=0.1)
-            self.optimizer = self.accelerator.prepare_optimizer(own)
+            self.optimizer = self.accelerator.prepare_optimizer(torch.optim.SGD(self.model.parameters(), lr=0.1))
             return self.optimizer
 
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -246,8 +245,7 @@ def test_print_profile_and_skipped_batches(tmp_path: Path, capsys: pytest.Captur
     helper.print("once", end="")
     assert capsys.readouterr().out == "once"
     loader: Any = DataLoader(ROWS, batch_size=5)  # type: ignore[arg-type]
-    rest = helper.skip_first_batches(helper.prepare(loader), 1)
-    assert [len(batch["labels"]) for batch in rest] == [5, 2]
+    assert [len(batch["labels"]) for batch in helper.skip_first_batches(helper.prepare(loader), 1)] == [5, 2]
     with helper.profile() as profiler:
         torch.ones(2) + 1
     assert profiler.key_averages()

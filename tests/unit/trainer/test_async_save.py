@@ -265,8 +265,7 @@ def test_asked_to_stop_a_failure_of_the_one_before_does_not_keep_the_step_from_b
         faults.plan(2 if step == 2 else None)
 
     Gate(monkeypatch, before)
-    one = trainer(faulty_url, ROWS, callbacks=[StopAt(3), At(3, stopping.set)], **ASYNC)
-    assert preempted_at(one) == 3
+    assert preempted_at(trainer(faulty_url, ROWS, callbacks=[StopAt(3), At(3, stopping.set)], **ASYNC)) == 3
     assert [info.step for info in list_checkpoints(Store.open(faulty_url))] == [3]
 
 

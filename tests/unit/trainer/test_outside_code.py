@@ -27,6 +27,8 @@ from trainer_lib.errors import ConfigError
 ROWS = classification_rows(32)
 EVERY: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+CONSTANT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+TOKENS = token_rows(8)
 
 
 def _stream() -> Any:
@@ -130,9 +132,6 @@ def test_other_data_on_resume_names_the_way_out(tmp_path: Path) -> None:
     assert one.state.global_step == 4
 
 
-CONSTANT: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
-
-
 class Scaled(nn.Module):
     """A loss with a weight, and a count that it keeps in a buffer."""
 
@@ -146,8 +145,7 @@ class Scaled(nn.Module):
 
     def forward(self, outputs: Any, labels: torch.Tensor, num_items_in_batch: Any = None) -> torch.Tensor:
         self.calls += 1
-        logits = outputs["logits"]
-        return nn.functional.cross_entropy(logits * self.scale.mean(), labels) + (self.scale**2).mean()
+        return nn.functional.cross_entropy(outputs["logits"] * self.scale.mean(), labels) + (self.scale**2).mean()
 
 
 class WithLoss(Trainer):
@@ -231,8 +229,7 @@ def test_a_retry_with_less_memory_begins_with_the_first_weights_of_the_loss(tmp_
     small, expected = build(tmp_path / "small", per_device_train_batch_size=2, **given)
     small.train()
     # In the second half of a step: the first has left a gradient.
-    hungry = partial(Hungry, 2, since=3)
-    found, loss = build(tmp_path / "found", auto_find_batch_size=True, model=hungry, **given)
+    found, loss = build(tmp_path / "found", auto_find_batch_size=True, model=partial(Hungry, 2, since=3), **given)
     found.train()
     assert found.state.train_batch_size == 2 and len(found.model.seen) > 4
     assert torch.equal(loss.scale, expected.scale) and torch.equal(loss.calls, expected.calls)
@@ -309,9 +306,6 @@ def test_an_overflow_in_a_loss_skips_the_step(tmp_path: Path, optim: str, fp16: 
     # With fp16, the first scale is too large for the model's own gradients.
     assert third["nonfinite_steps"] == second["nonfinite_steps"] == first.get("nonfinite_steps", 0) + 1
     assert not one.accelerator.optimizer_step_was_skipped
-
-
-TOKENS = token_rows(8)
 
 
 @dataclass

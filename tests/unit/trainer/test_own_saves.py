@@ -26,6 +26,8 @@ from trainer_lib.storage.commit import COMMIT, read_commit, verify_files
 
 ROWS = classification_rows(24)  # 6 steps of 4 in an epoch
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "lr_scheduler_type": "constant"}
+STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+LIMITED: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
 
 
 class Noting(Trainer):
@@ -208,10 +210,6 @@ def test_a_save_that_an_override_fails_leaves_no_checkpoint(tmp_path: Path) -> N
         trainer(tmp_path, ROWS, cls=Failing, **SAVING).train()
     assert not (tmp_path / "checkpoint-2" / COMMIT).exists()
     assert not (tmp_path / "checkpoint-2" / "model.safetensors").exists()
-
-
-STEPS: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
-LIMITED: dict[str, Any] = {"max_steps": 12, "save_strategy": "steps", "save_steps": 4, "save_total_limit": 1}
 
 
 @pytest.fixture(scope="module")

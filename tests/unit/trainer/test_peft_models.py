@@ -59,8 +59,7 @@ def test_save_model_and_checkpoints_hold_the_adapter_that_peft_loads_and_not_the
     from safetensors.torch import load_file
 
     model = lora()
-    one = trained(tmp_path, ROWS, model=model, **SAVED)
-    one.save_model(str(tmp_path / "model"))
+    trained(tmp_path, ROWS, model=model, **SAVED).save_model(str(tmp_path / "model"))
     names = {path.name for path in (tmp_path / "model").iterdir()}
     assert names == {"adapter_model.safetensors", "adapter_config.json", "training_args.json"}
     assert load_file(tmp_path / "checkpoint-2" / "model.safetensors").keys() == adapters(model).keys()
@@ -109,8 +108,7 @@ def test_adapters_added_to_a_model_itself_are_saved_alike(tmp_path: Path, monkey
     model = llama()
     torch.manual_seed(0)
     model.add_adapter(peft().LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False))
-    one = trained(tmp_path / "run", ROWS, model=model, **SAVED)
-    one.save_model(str(tmp_path / "model"))
+    trained(tmp_path / "run", ROWS, model=model, **SAVED).save_model(str(tmp_path / "model"))
     for folder in (tmp_path / "model", tmp_path / "run" / "checkpoint-2"):
         loaded = llama()
         loaded.load_adapter(str(folder))

@@ -24,6 +24,8 @@ from trainer_lib import (
 from trainer_lib.errors import ConfigError
 
 ROWS = rows(10)
+ROWS7 = rows(7)
+ANSWERED = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10, 11]}]
 
 
 def test_predictions_are_what_generate_gives_padded_to_the_common_length(tmp_path: Path) -> None:
@@ -157,9 +159,6 @@ def test_generation_settings_have_their_trainer(tmp_path: Path, caplog: pytest.L
         assert f"{name} = {value} has no effect without Seq2SeqTrainer." in caplog.text
 
 
-ROWS7 = rows(7)
-
-
 def _trainer(folder: Path, model: Any = None, **given: Any) -> Any:
     model, tokens = t5() if model is None else model, masking_tokenizer()
     collate = DataCollatorForSeq2Seq(tokens, model=model)
@@ -253,13 +252,11 @@ def test_a_decoder_only_model_continues_its_input(tmp_path: Path) -> None:
     )
     model: Any = GPT2LMHeadModel(config)
     equal = [{"input_ids": [2, 3, 4], "labels": [2, 3, 4]} for _ in range(4)]
-    one = _trainer(tmp_path, model, generation_max_length=None)
-    found = one.predict(equal, max_new_tokens=2)
+    found = _trainer(tmp_path, model, generation_max_length=None).predict(equal, max_new_tokens=2)
     assert found.predictions.shape == (4, 5) and found.predictions[:, :3].tolist() == [[2, 3, 4]] * 4
 
 
 # ----------------------------------------------------------------------------------- collators against transformers'
-ANSWERED = [{"input_ids": [5, 6, 7], "labels": [8, 9]}, {"input_ids": [5], "labels": [8, 9, 10, 11]}]
 
 
 def test_labels_as_arrays_and_tensors_are_padded_like_lists() -> None:

@@ -162,8 +162,7 @@ def a_callback_that_changes_the_data(make: Make) -> Any:
         seen.append((len(train_dataloader), train_dataloader.dataset is data))
 
     data = Growing()
-    callbacks = [make.callback(on_epoch_begin=grow)]
-    one = make(train_dataset=data, callbacks=callbacks, num_train_epochs=2, max_steps=-1)
+    one = make(train_dataset=data, callbacks=[make.callback(on_epoch_begin=grow)], num_train_epochs=2, max_steps=-1)
     one.seen = seen
     return one
 

@@ -31,6 +31,7 @@ FAILURES = {
     "cpu": lambda: RuntimeError("[enforce fail at alloc_cpu.cpp:114] DefaultCPUAllocator: can't allocate memory"),
     "host": MemoryError,
 }
+GRADIENTS = "gradient_accumulation_kwargs"
 
 
 def seeded(cls: Any, *given: Any, **more: Any) -> Any:
@@ -72,8 +73,7 @@ def test_it_goes_on_from_the_newest_checkpoint_of_the_same_training(tmp_path: Pa
     given |= {"global_batch_size": 8, "per_device_train_batch_size": 8}
     # 4 steps an epoch (8 + 8 + 8 + 2): memory runs out in step 6, step 4 is saved.
     found = trained(tmp_path / "a", ROWS, model=hungry(4, since=5), **AUTO, **given)
-    stopped = trainer(tmp_path / "b", ROWS, model=hungry(9), callbacks=[StopAt(4)], **given)
-    assert preempted_at(stopped) == 4
+    assert preempted_at(trainer(tmp_path / "b", ROWS, model=hungry(9), callbacks=[StopAt(4)], **given)) == 4
     resumed = trainer(tmp_path / "b", ROWS, model=hungry(9), **{**given, "per_device_train_batch_size": 4})
     resumed.train(resume_from_checkpoint=True)
     assert_equal(final_state(found), final_state(resumed))
@@ -137,7 +137,6 @@ def test_batches_of_a_loader_of_ones_own_are_not_ours_to_halve(tmp_path: Path) -
 
 
 # -------------------------------------------------------------------------------------------------- accelerator_config
-GRADIENTS = "gradient_accumulation_kwargs"
 
 
 class Copied(torch.Tensor):

@@ -21,6 +21,7 @@ from trainer_lib.evaluation.evaluation_loop import stream_predictions
 
 ROWS = classification_rows(11)
 LABELS = [row["labels"] for row in ROWS]
+MANY = classification_rows(22)
 
 
 def accuracy(p: Any) -> dict[str, Any]:
@@ -90,14 +91,12 @@ def test_ragged_and_nested_outputs_are_padded_with_minus_100(tmp_path: Path) -> 
     one = trainer(
         tmp_path, None, model=Ragged(), data_collator=padded, compute_metrics=metrics, per_device_eval_batch_size=2
     )
-    found = one.predict([[1], [1, 2], [1, 2, 3]])
-    logits, (first, (second,)) = found.predictions
+    logits, (first, (second,)) = one.predict([[1], [1, 2], [1, 2, 3]]).predictions
     assert logits.tolist() == [[1, 0, -100], [1, 2, -100], [1, 2, 3]]
     assert first.shape == (3, 1)
     assert second.tolist() == [1, 1, 1]
     assert seen[0].label_ids.tolist() == [[1, 0, 0], [1, 2, 0], [1, 2, 3]]
-    only = one.predict([[1], [1, 2]], ignore_keys=["hidden"])
-    assert only.predictions.shape == (2, 2)
+    assert one.predict([[1], [1, 2]], ignore_keys=["hidden"]).predictions.shape == (2, 2)
 
 
 def test_logits_may_be_reduced_before_they_are_kept(tmp_path: Path) -> None:
@@ -204,9 +203,6 @@ def test_outputs_of_every_form_are_understood(tmp_path: Path) -> None:
     assert trainer(tmp_path, None, model=Tuple()).predict(ROWS).predictions.shape == (11, 3)
 
 
-MANY = classification_rows(22)
-
-
 class Kept:
     """A metric function that keeps what it is given."""
 
@@ -253,8 +249,7 @@ def test_include_for_metrics_adds_inputs_and_losses(batch_class: Any, tmp_path: 
     note = Kept()
     settings: dict[str, Any] = {"eval_dataset": MANY, "compute_metrics": note}
     settings["data_collator"] = lambda rows: batch_class(default_data_collator(rows))
-    one = trainer(tmp_path, None, include_for_metrics=["inputs", "loss"], **settings)
-    one.evaluate()
+    trainer(tmp_path, None, include_for_metrics=["inputs", "loss"], **settings).evaluate()
     assert len(note.given[0]) == 4 and np.allclose(note.given[0].inputs, np.stack([row["x"] for row in MANY]))
     assert note.given[0].losses.shape == (22,)
     trainer(tmp_path, None, **settings).evaluate()

@@ -40,6 +40,8 @@ from trainer_lib.errors import ConfigError, Preempted
 from trainer_lib.storage import Store
 
 ROWS = classification_rows(10)
+#: What a training comes to -> the most frames and files between `Trainer.train` and it; measured plus two.
+DEPTHS = {"forward": (14, 6), "optimizer": (13, 6), "log": (15, 8), "commit": (28, 11)}
 
 
 # -------------------------------------------------------------------------------------------------------------- length
@@ -130,10 +132,6 @@ def test_it_learns(given: dict[str, Any], tmp_path: Path) -> None:
     rows = classification_rows(64)
     one = trained(tmp_path, rows, num_train_epochs=6, learning_rate=0.1, logging_strategy="epoch", **given)
     assert losses(one)[-1] < 0.6 * losses(one)[0]
-
-
-#: What a training comes to -> the most frames and files between `Trainer.train` and it; measured plus two.
-DEPTHS = {"forward": (14, 6), "optimizer": (13, 6), "log": (15, 8), "commit": (28, 11)}
 
 
 def test_few_frames_and_files_are_between_train_and_its_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

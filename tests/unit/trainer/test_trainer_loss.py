@@ -38,6 +38,7 @@ SINGLE: dict[str, float] = {"rtol": 1e-4, "atol": 1e-7}
 classifier = partial(bert, **QUIET)
 masked = partial(bert, cls="BertForMaskedLM", **QUIET)
 ENCODED = partial(t5, vocab_size=32)
+IN_TURN: dict[str, Any] = {"train_sampling_strategy": "sequential", "global_batch_size": 2, "num_train_epochs": 1}
 
 
 @settings(max_examples=12)
@@ -278,7 +279,6 @@ def test_the_samples_of_batches_are_known_after_some_were_dropped_or_split() -> 
 
 
 # ------------------------------------------------------------------------------------------------------ without targets
-IN_TURN: dict[str, Any] = {"train_sampling_strategy": "sequential", "global_batch_size": 2, "num_train_epochs": 1}
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from trainer_lib.trackers.vendors import OURS
 
 ROWS = classification_rows(12)
 LOGGED: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "num_train_epochs": 1}
+TWO, ALL = ["JsonlCallback", "TensorBoardCallback"], ["JsonlCallback", "MLflowCallback", "TensorBoardCallback"]
 
 
 def scalars(folder: Path) -> dict[str, list[tuple[int, float]]]:
@@ -67,7 +68,6 @@ def test_a_summary_writer_of_ones_own_is_used_and_left_open(tmp_path: Path) -> N
 
 
 # --------------------------------------------------------------------------------------------------------- other names
-TWO, ALL = ["JsonlCallback", "TensorBoardCallback"], ["JsonlCallback", "MLflowCallback", "TensorBoardCallback"]
 
 
 @pytest.mark.parametrize(("given", "expected"), [("none", []), ([], []), (["jsonl", "tensorboard"], TWO), ("all", ALL)])

@@ -38,8 +38,7 @@ def test_save_model_and_checkpoints_write_what_from_pretrained_loads(tied: bool,
     model = llama(tie_word_embeddings=tied)
     model.generation_config.max_new_tokens = 5
     given: dict[str, Any] = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2}
-    one = trained(tmp_path, ROWS, model=model, processing_class=tokenizer(), **given)
-    one.save_model(str(tmp_path / "model"))
+    trained(tmp_path, ROWS, model=model, processing_class=tokenizer(), **given).save_model(str(tmp_path / "model"))
     for folder in ("model", "checkpoint-2"):
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / folder)
         assert same_weights(loaded, model) and (loaded.lm_head.weight is loaded.model.embed_tokens.weight) == tied
@@ -52,8 +51,7 @@ def test_the_collators_tokenizer_is_saved_when_no_processing_class_is_given(tmp_
     from transformers import AutoTokenizer, DataCollatorForLanguageModeling
 
     collator = DataCollatorForLanguageModeling(tokenizer(), mlm=False)
-    one = trainer(tmp_path, ROWS, model=llama(), data_collator=collator)
-    one.save_model()
+    trainer(tmp_path, ROWS, model=llama(), data_collator=collator).save_model()
     assert AutoTokenizer.from_pretrained(tmp_path).pad_token == "[PAD]"
 
 
@@ -259,8 +257,7 @@ def test_a_full_evaluation_in_half_precision_changes_no_bit(name: str, dtype: to
 def test_label_smoothing_is_off_where_several_labels_hold(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     rows = [{**row, "labels": torch.tensor([1.0, 0.0, 1.0])} for row in text_rows(8)]
     model = bert(problem_type="multi_label_classification")
-    one = trained(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1)
-    assert one.label_smoother is None
+    assert trained(tmp_path, rows, model=model, max_steps=1, label_smoothing_factor=0.1).label_smoother is None
     assert "label_smoothing_factor is ignored" in caplog.text
 
 
@@ -349,8 +346,7 @@ def test_a_tokenizers_padding_is_the_default_collator(tmp_path: Path) -> None:
     texts = ["the cat sat", "a dog", "the red dog ran under the old tree", "cat and dog"]
     data = Dataset.from_dict({"text": texts, "label": [0, 1, 2, 0]}).map(lambda row: encode(row["text"]))
     one = trainer(tmp_path, data, model=bert(), processing_class=encode, max_steps=1)
-    batch = next(iter(one.get_train_dataloader().micros(0, 0))).batch
-    assert batch["input_ids"].shape == (4, 8)
+    assert next(iter(one.get_train_dataloader().micros(0, 0))).batch["input_ids"].shape == (4, 8)
     one.train()
 
 
@@ -378,8 +374,7 @@ def test_tokens_are_counted_as_asked(asked: Any, masked: bool, expected: int, tm
 
 def test_a_batch_without_tokens_is_told_once_and_counts_0(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     given: dict[str, Any] = {"include_num_input_tokens_seen": "all", "max_steps": 2}
-    one = trained(tmp_path, classification_rows(8), **given)
-    assert one.state.num_input_tokens_seen == 0
+    assert trained(tmp_path, classification_rows(8), **given).state.num_input_tokens_seen == 0
     assert [record.message for record in caplog.records if "No tokens are counted" in record.message] == [
         "No tokens are counted: batches have no 'input_ids' (give the model a main_input_name)."
     ]

@@ -21,15 +21,8 @@ from trainer_lib.base.records import to_record
 from trainer_lib.data.rows.shards import ArrowSplit
 from trainer_lib.errors import ConfigError
 from trainer_lib.evaluation.metrics import NamedMetrics
+from trainer_lib.protocol import requests
 from trainer_lib.protocol.recipe_names import recipe_file
-from trainer_lib.protocol.requests import (
-    EvaluateRequest,
-    EvaluateResult,
-    PreparedData,
-    PrepareRequest,
-    RecipeFile,
-    TrainRequest,
-)
 from trainer_lib.recipes import DataInfo, load
 from trainer_lib.worker import evaluate as worker_evaluate
 
@@ -40,29 +33,29 @@ SETTINGS: dict[str, Any] = {"metrics": read_metrics(["mae"]), "slices": ("label"
 
 
 SHARDED = {"use_cpu": True, "fsdp": "full_shard"}
+GUESSES = "\n\ndef preprocess_logits_for_metrics(logits, labels):\n    return logits.argmax(-1)\n"
 
 
-def rehearse(folder: Path, data: PreparedData, recipe: str = tiny.RECIPE, **fields: Any) -> EvaluateResult:
+def rehearse(
+    folder: Path, data: requests.PreparedData, recipe: str = tiny.RECIPE, **fields: Any
+) -> requests.EvaluateResult:
     given = {"data": data, "model_url": "", "splits": ("test",), "is_rehearsal": True, "args": {"use_cpu": True}}
     asked = request(folder, recipe, "evaluate", output=str(folder / "out"), **given | fields)
     found = tiny.run(asked, kind="in_process")
-    assert isinstance(found, EvaluateResult)
+    assert isinstance(found, requests.EvaluateResult)
     assert not (folder / "out").exists()
     return found
 
 
 @pytest.mark.parametrize("name", SETTINGS)
 @pytest.mark.parametrize("how", ["an object", "by batch"])
-def test_what_needs_all_rows(tmp_path: Path, prepared_data: PreparedData, name: str, how: str) -> None:
+def test_what_needs_all_rows(tmp_path: Path, prepared_data: requests.PreparedData, name: str, how: str) -> None:
     recipe, by_batch = (OBJECT, False) if how == "an object" else (tiny.RECIPE, True)
     with pytest.raises(ConfigError, match="needs all rows") as caught:
         args = {"use_cpu": True, "batch_eval_metrics": by_batch}
         rehearse(tmp_path, prepared_data, recipe, args=args, **{name: SETTINGS[name]})
     assert caught.value.field == f"evaluate.{name}"
     assert ("batch_eval_metrics=false" in str(caught.value.remedy)) is by_batch
-
-
-GUESSES = "\n\ndef preprocess_logits_for_metrics(logits, labels):\n    return logits.argmax(-1)\n"
 
 
 @pytest.mark.parametrize(
@@ -80,11 +73,11 @@ GUESSES = "\n\ndef preprocess_logits_for_metrics(logits, labels):\n    return lo
     ],
 )
 def test_metrics_and_slices_that_do_not_suit_the_outputs_are_refused(
-    tmp_path: Path, prepared_data: PreparedData, recipe: str, fields: dict[str, Any], refused: str | None
+    tmp_path: Path, prepared_data: requests.PreparedData, recipe: str, fields: dict[str, Any], refused: str | None
 ) -> None:
     given = {**fields, "metrics": read_metrics(fields.get("metrics", []))}
     if refused is None:
-        assert rehearse(tmp_path, prepared_data, recipe, **given) == EvaluateResult((), {})
+        assert rehearse(tmp_path, prepared_data, recipe, **given) == requests.EvaluateResult((), {})
         return
     with pytest.raises(ConfigError, match=refused) as caught:
         rehearse(tmp_path, prepared_data, recipe, **given)
@@ -93,7 +86,7 @@ def test_metrics_and_slices_that_do_not_suit_the_outputs_are_refused(
 
 
 def test_a_name_that_no_evaluation_will_have_is_refused_and_one_that_it_may_have_is_not(
-    tmp_path: Path, prepared_data: PreparedData
+    tmp_path: Path, prepared_data: requests.PreparedData
 ) -> None:
     for name in ("test_accurasy", "train_accuracy", "test_accuracy_low"):
         with pytest.raises(ConfigError, match=r"has no metric .*test_accuracy") as caught:
@@ -119,7 +112,7 @@ def test_a_name_that_no_evaluation_will_have_is_refused_and_one_that_it_may_have
 
 @pytest.mark.parametrize("how", ["an object", "by batch"])
 def test_a_metric_that_chooses_the_weights_needs_all_rows(
-    tmp_path: Path, prepared_data: PreparedData, how: str
+    tmp_path: Path, prepared_data: requests.PreparedData, how: str
 ) -> None:
     recipe, more = (OBJECT, {}) if how == "an object" else (BY_BATCH, {"batch_eval_metrics": True})
     chosen = {"eval_strategy": "epoch", "metric_for_best_model": "f1_macro", **more}
@@ -146,14 +139,14 @@ class Trained:
 
     name: str
     folder: Path
-    file: RecipeFile
-    data: PreparedData
+    file: requests.RecipeFile
+    data: requests.PreparedData
     metrics: list[str]
 
     def evaluate(self, **fields: Any) -> dict[str, dict[str, float]]:
         """What the stage writes into metrics.json."""
         output = self.folder / f"evaluated-{len(list(self.folder.iterdir()))}"
-        asked = EvaluateRequest(
+        asked = requests.EvaluateRequest(
             output=str(output), recipe=self.file, data=self.data, args=ARGS, model_url=f"{self.folder}/train/model",
             metrics=read_metrics(self.metrics), **{"splits": ("test",), "importance_seconds": 0.0, **fields},
         )  # fmt: skip
@@ -182,15 +175,15 @@ class Trained:
 @pytest.fixture(scope="module", params=list(RECIPES))
 def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Trained:
     folder, (table, label, metrics) = tmp_path_factory.mktemp("same"), RECIPES[request.param]
-    file = RecipeFile(str(recipe_file(request.param)), str(folder))
+    file = requests.RecipeFile(str(recipe_file(request.param)), str(folder))
     source = folder / "rows.csv"
     # With a column of three values, by which rows are sliced.
     head, *rows = (ROOT / "examples" / "tabular" / f"{table}.csv").read_text().splitlines()
     source.write_text("\n".join([f"site,{head}", *(f"{'abc'[number % 3]},{row}" for number, row in enumerate(rows))]))
     options = {"label": label, "split": {"validation": 0.2, "test": 0.4, "seed": 0}}
-    asked = PrepareRequest(output=str(folder / "data"), recipe=file, options=options, sources=(str(source),))
+    asked = requests.PrepareRequest(output=str(folder / "data"), recipe=file, options=options, sources=(str(source),))
     data = tiny.prepare(asked)
-    run(TrainRequest(output=str(folder / "train"), recipe=file, data=data, args=ARGS), kind="in_process")
+    run(requests.TrainRequest(output=str(folder / "train"), recipe=file, data=data, args=ARGS), kind="in_process")
     return Trained(request.param, folder, file, data, metrics)
 
 
@@ -246,8 +239,7 @@ def test_the_metrics_of_a_slice_are_those_of_its_rows(trained: Trained) -> None:
         sliced = {name.removesuffix(f"/site/{site}"): each for name, each in stage.items() if name.endswith(f"/{site}")}
         assert sliced.pop("rows") == len(rows)
         assert sliced == pytest.approx(own, rel=1e-6)
-    whole = {name: value for name, value in stage.items() if "/" not in name}
-    assert whole == measured(trainer, split)
+    assert {name: value for name, value in stage.items() if "/" not in name} == measured(trainer, split)
 
 
 def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +247,7 @@ def test_slices_have_intervals_where_confidence_is_set(trained: Trained, monkeyp
     digested: list[str] = []
     real = worker_evaluate.digest_rows
 
-    def digest(data: PreparedData, split: str) -> str:
+    def digest(data: requests.PreparedData, split: str) -> str:
         digested.append(split)
         return real(data, split)
 

@@ -30,6 +30,10 @@ from trainer_lib.trainer.history import StepHistory
 from trainer_lib.worker.process import session
 from trainer_lib.worker.train import thin_losses
 
+MICRO = {**tiny.ARGS, "per_device_train_batch_size": 4}
+PARAMETERS = 6 * 16 + 16 + 16 * 2 + 2
+NAN, INF = math.nan, math.inf
+
 
 @dataclass
 class Trained:
@@ -366,10 +370,6 @@ def test_generated_rows_keep_their_order_and_need_less_padding(tmp_path: Path) -
         predicted(tmp_path, data, "other", "ids")
 
 
-MICRO = {**tiny.ARGS, "per_device_train_batch_size": 4}
-PARAMETERS = 6 * 16 + 16 + 16 * 2 + 2
-
-
 def ask(folder: Path, data: PreparedData, verb: str, recipe: str = tiny.RECIPE, **fields: Any) -> Any:
     given = {"data": data, "model": {}, "args": MICRO, **fields}
     return tiny.run(request(folder, recipe, verb, output=str(folder / "out"), **given), kind="in_process")
@@ -428,9 +428,6 @@ def test_the_probe_times_steps_an_evaluation_and_a_save(tmp_path: Path, prepared
     assert found.checkpoint_bytes == sum(each.size for each in checkpoint.commit.files)
     assert found.peak_bytes > 50e6
     assert torch.distributed.is_initialized() is False
-
-
-NAN, INF = math.nan, math.inf
 
 
 @pytest.mark.parametrize(
