@@ -160,22 +160,15 @@ OUTAGES = 30
 
 @dataclass(frozen=True)
 class Followed:
-    """The result of a follower.
+    """The result of a follower."""
 
-    Attributes:
-        training: how the training ended (`Ending.state`); running or waiting, where only one look was asked for.
-        run_id: the run; None: none has started.
-        count: checkpoints that this process has evaluated; `evaluations` are all, in the order of the steps.
-        waiting: what MLflow does not have yet; None: nothing.
-    """
-
-    training: str
+    training: str  # how the training ended (`Ending.state`); running or waiting, where only one look was asked for
     sentence: str
-    run_id: str | None = None
-    count: int = 0
+    run_id: str | None = None  # the run; None: none has started
+    count: int = 0  # checkpoints that this process has evaluated; `evaluations` are all, in the order of the steps
     evaluations: tuple[Evaluation, ...] = ()
     best: Evaluation | None = None
-    waiting: str | None = None
+    waiting: str | None = None  # what MLflow does not have yet; None: nothing
 
     def to_dict(self) -> dict[str, Any]:
         """As plain JSON."""

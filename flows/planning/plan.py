@@ -42,29 +42,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StageReason:
-    """The decision about a stage, and its reason.
-
-    Attributes:
-        hit: whether its result is committed and intact.
-        certain: False while it depends on the result of a stage that runs first.
-        key: its content key; None: not known before its inputs are.
-        nearest: folder of the earlier run that differs least.
-        differences: the fields of the key in which that run differs.
-        manifest: the committed result, for a hit.
-        held_back: whether the committed evaluation fails a gate, so that the stage is refused.
-        follows: the time of the result that this one follows because of its age; None: it is the first.
-    """
+    """The decision about a stage, and its reason."""
 
     stage: str
-    hit: bool
+    hit: bool  # whether its result is committed and intact
     reason: str
-    key: str | None = None
-    nearest: str | None = None
-    differences: tuple[Difference, ...] = ()
-    manifest: StageManifest | None = None
-    certain: bool = True
-    held_back: bool = False
-    follows: str | None = None
+    key: str | None = None  # its content key; None: not known before its inputs are
+    nearest: str | None = None  # folder of the earlier run that differs least
+    differences: tuple[Difference, ...] = ()  # the fields of the key in which that run differs
+    manifest: StageManifest | None = None  # the committed result, for a hit
+    certain: bool = True  # False while it depends on the result of a stage that runs first
+    held_back: bool = False  # whether the committed evaluation fails a gate, so that the stage is refused
+    follows: str | None = None  # the time of the result that this one follows because of its age; None: it is the first
 
     def to_dict(self) -> dict[str, Any]:
         """Return this as plain JSON, without the manifest."""
@@ -108,22 +97,14 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """A command's options for a spec.
+    """A command's options for a spec."""
 
-    Attributes:
-        spec: the spec, with its root filled in.
-        context: what its stages share; without the MLflow run, which is opened later.
-        stages: the stages that are switched on, by name, in their order.
-        only: the one stage to run; None: all.
-        start: the stage to begin with; None: the first.
-        past: the run whose results are taken for the stages before `only` or `start`; None: they go by their keys.
-    """
-
-    spec: PipelineSpec
-    context: StageContext
-    stages: Mapping[str, StagePlan]
-    only: str | None = None
-    start: str | None = None
+    spec: PipelineSpec  # the spec, with its root filled in
+    context: StageContext  # what its stages share; without the MLflow run, which is opened later
+    stages: Mapping[str, StagePlan]  # the stages that are switched on, by name, in their order
+    only: str | None = None  # the one stage to run; None: all
+    start: str | None = None  # the stage to begin with; None: the first
+    # The run whose results are taken for the stages before `only` or `start`; None: they go by their keys.
     past: PastRun | None = None
 
     @classmethod

@@ -29,15 +29,11 @@ _expected: ContextVar[Ending | None] = ContextVar("trainflow_ending", default=No
 
 
 class StopRequest(threading.Event):
-    """Set by the caller of a flow, from any thread: the running stage saves and ends, and the run ends as pruned.
-
-    Attributes:
-        reason: why, as a sentence.
-    """
+    """Set by the caller of a flow, from any thread: the running stage saves and ends, and the run ends as pruned."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.reason = "Ended early."
+        self.reason = "Ended early."  # why, as a sentence
 
     def ask(self, reason: str) -> None:
         """Ask for the end."""
@@ -47,24 +43,18 @@ class StopRequest(threading.Event):
 
 @dataclass(eq=False)
 class Ending:
-    """The end of a flow's body.
+    """The end of a flow's body."""
 
-    Attributes:
-        is_expected: whether there is a caller that reads this.
-        outlives_flow: whether that caller continues after the flow, and calls `finish`.
-        stop: with which the caller ends the run early.
-        delivers_later: whether the caller sees to what MLflow does not have at the end; the run waits for nothing.
-        on_closing: called once the run only closes, so that the caller's own handlers leave it undisturbed, too.
-        result: set as soon as the body has come to its end; None before.
-        interrupt: the signal that ended it; its argument names another one than Ctrl-C.
-    """
-
-    is_expected: bool = True
-    outlives_flow: bool = False
-    stop: StopRequest = field(default_factory=StopRequest)
+    is_expected: bool = True  # whether there is a caller that reads this
+    outlives_flow: bool = False  # whether that caller continues after the flow, and calls `finish`
+    stop: StopRequest = field(default_factory=StopRequest)  # with which the caller ends the run early
+    # Whether the caller sees to what MLflow does not have at the end; the run waits for nothing.
     delivers_later: bool = False
+    # Called once the run only closes, so that the caller's own handlers leave it undisturbed, too.
     on_closing: Callable[[], None] = lambda: None
+    # Set as soon as the body has come to its end; None before.
     result: PipelineResult | None = field(default=None, init=False)
+    # The signal that ended it; its argument names another one than Ctrl-C.
     interrupt: KeyboardInterrupt | None = field(default=None, init=False)
     _afterwards: list[Callable[[], None]] = field(default_factory=list)
 

@@ -94,15 +94,10 @@ def _own_tag() -> str:
 
 @dataclass(eq=False)
 class OwnFlowRun:
-    """The run of a flow, as its body sees it.
+    """The run of a flow, as its body sees it."""
 
-    Attributes:
-        began: when its first attempt began; None: this is the first.
-        name: its name in Prefect, once `rename` has set it.
-    """
-
-    began: datetime | None = None
-    name: str | None = None
+    began: datetime | None = None  # when its first attempt began; None: this is the first
+    name: str | None = None  # its name in Prefect, once `rename` has set it
     ended: threading.Event = field(default_factory=threading.Event)
     changed: threading.Event = field(default_factory=threading.Event)
 

@@ -39,44 +39,31 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class LogLine:
-    """One line of a run's log.
+    """One line of a run's log."""
 
-    Attributes:
-        at: when it was written, ISO-8601 in UTC.
-        stage, attempt: where it belongs.
-        kind: "line" (a worker's), "warning", "begin", "resume", "wait", "progress" or "stage" (how the attempt began or
-            ended).
-        rank: the rank that wrote it; None of what no rank wrote.
-    """
-
-    at: str
+    at: str  # when it was written, ISO-8601 in UTC
+    # stage, attempt: where it belongs.
     stage: str
     attempt: int
+    # "line" (a worker's), "warning", "begin", "resume", "wait", "progress" or "stage" (how the attempt began or ended).
     kind: str
     text: str
-    rank: int | None = None
+    rank: int | None = None  # the rank that wrote it; None of what no rank wrote
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One attempt at a stage.
-
-    Attributes:
-        number: from 1.
-        started, ended: ISO-8601 in UTC; ended is None while it runs, and of one that died.
-        outcome: "committed", "failed", "interrupted", or "open".
-        decision: whether it was tried again, and why (not).
-        error: the record of its failure; empty without one.
-    """
+    """One attempt at a stage."""
 
     stage: str
-    number: int
+    number: int  # from 1
+    # started, ended: ISO-8601 in UTC; ended is None while it runs, and of one that died.
     started: str
     ended: str | None
-    outcome: str
+    outcome: str  # "committed", "failed", "interrupted", or "open"
     reason: str
-    decision: str | None
-    error: Mapping[str, Any] = field(default_factory=dict)
+    decision: str | None  # whether it was tried again, and why (not)
+    error: Mapping[str, Any] = field(default_factory=dict)  # the record of its failure; empty without one
     where: str = ""
 
     @classmethod

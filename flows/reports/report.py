@@ -67,18 +67,13 @@ Ends = tuple[dict[str, Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Panel:
-    """A part of a section: HTML such as a drawing, a note, and a table.
-
-    Attributes:
-        columns: the table's head; without one the rows are pairs of a name and a value.
-        rows: the table's cells; text is escaped, markup is not.
-    """
+    """A part of a section: HTML such as a drawing, a note, and a table."""
 
     title: str = ""
     note: str = ""
     content: Markup = field(default_factory=Markup)
-    columns: Sequence[str] = ()
-    rows: Sequence[Sequence[Any]] = ()
+    columns: Sequence[str] = ()  # the table's head; without one the rows are pairs of a name and a value
+    rows: Sequence[Sequence[Any]] = ()  # the table's cells; text is escaped, markup is not
 
     @property
     def number_columns(self) -> set[int]:

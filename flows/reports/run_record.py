@@ -76,10 +76,6 @@ class RunRecord:
     Args:
         plan: what the run does.
         result: filled by the flow while the stages run; this adds key, MLflow run, report and duration.
-
-    Attributes:
-        charts: title -> SVG of the curves, once the report was written.
-        logged: returns what the events of this command's training had for the log.
     """
 
     def __init__(self, plan: Plan, result: PipelineResult) -> None:
@@ -99,7 +95,8 @@ class RunRecord:
         self._waits = True
         self._leftovers: tracking.Background | None = None
         self._model: ModelTracking | None = None
-        self.charts: dict[str, str] = {}
+        self.charts: dict[str, str] = {}  # title -> SVG of the curves, once the report was written
+        # Returns what the events of this command's training had for the log.
         self.logged: Callable[[], list[dict[str, Any]]] = list
 
     @property

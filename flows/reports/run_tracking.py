@@ -406,12 +406,10 @@ class ModelTracking:
     Args:
         run: the MLflow run; None without MLflow, and for a run that changes nothing.
         keeps_description: whether a description in the run's `folder` stays as it is.
-
-    Attributes:
-        registered: the name, with the flavor, under which the model was registered by this run.
     """
 
     def __init__(self, plan: Plan, folder: Store, run: tracking.TrackedRun | None, *, keeps_description: bool) -> None:
+        # The name, with the flavor, under which the model was registered by this run.
         self.registered: str | None = None
         self._plan, self._folder, self._run = plan, folder, run
         self._keeps_description = keeps_description

@@ -186,13 +186,9 @@ Kind = Literal["run", "stage", "publication"]
 
 @dataclass(frozen=True)
 class Item:
-    """One folder that can go, and why.
+    """One folder that can go, and why."""
 
-    Attributes:
-        kind: "run" (a record), "stage" (a result, or what attempts left) or "publication" (of a limited run).
-    """
-
-    kind: Kind
+    kind: Kind  # "run" (a record), "stage" (a result, or what attempts left) or "publication" (of a limited run)
     store: Store
     bytes: int
     why: str
@@ -200,21 +196,15 @@ class Item:
 
 @dataclass
 class Garbage:
-    """Folders of a storage to remove and to keep.
+    """Folders of a storage to remove and to keep."""
 
-    Attributes:
-        items: what can go, in the order in which it goes.
-        kept: id of a run -> why it stays.
-        in_use: URL of a folder that nothing refers to -> the process that works in it or reads it.
-        links: URLs of symbolic links, which are neither followed nor removed, nor is what is behind them.
-        obstacle: why nothing may be removed; None: nothing is in the way.
-    """
-
-    items: list[Item] = field(default_factory=list)
-    kept: dict[str, str] = field(default_factory=dict)
+    items: list[Item] = field(default_factory=list)  # what can go, in the order in which it goes
+    kept: dict[str, str] = field(default_factory=dict)  # id of a run -> why it stays
+    # URL of a folder that nothing refers to -> the process that works in it or reads it.
     in_use: dict[str, str] = field(default_factory=dict)
+    # URLs of symbolic links, which are neither followed nor removed, nor is what is behind them.
     links: list[str] = field(default_factory=list)
-    obstacle: TrainflowError | None = None
+    obstacle: TrainflowError | None = None  # why nothing may be removed; None: nothing is in the way
 
     @property
     def bytes(self) -> int:

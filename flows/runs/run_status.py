@@ -57,34 +57,21 @@ Life = Literal["running", "suspended", "unknown", "dead"]
 
 @dataclass(frozen=True)
 class Sign:
-    """A process that works on a run, or did.
+    """A process that works on a run, or did."""
 
-    Attributes:
-        id: the name of its files.
-        holder: the process.
-        flow_run_id: its Prefect flow run; None: none.
-        api: the address of the Prefect server that knows it; None: an embedded server.
-        stage: where it was at the last beat; None: before the first stage.
-        progress: how far that stage was, for people.
-        at: when the last beat was written, by the writer's clock.
-        beat: the last beat as it stands there.
-        step, max_steps: optimizer steps, or batches, of the stage; None: not known.
-        eta_s: seconds until the stage ends, as it was estimated at the last beat.
-        since: when the stage began, ISO-8601 in UTC.
-    """
-
-    id: str
-    holder: Holder
-    flow_run_id: str | None
-    api: str | None
-    stage: str | None
-    progress: str
-    at: str | None
-    beat: bytes
+    id: str  # the name of its files
+    holder: Holder  # the process
+    flow_run_id: str | None  # its Prefect flow run; None: none
+    api: str | None  # the address of the Prefect server that knows it; None: an embedded server
+    stage: str | None  # where it was at the last beat; None: before the first stage
+    progress: str  # how far that stage was, for people
+    at: str | None  # when the last beat was written, by the writer's clock
+    beat: bytes  # the last beat as it stands there
+    # step, max_steps: optimizer steps, or batches, of the stage; None: not known.
     step: float | None = None
     max_steps: float | None = None
-    eta_s: float | None = None
-    since: str | None = None
+    eta_s: float | None = None  # seconds until the stage ends, as it was estimated at the last beat
+    since: str | None = None  # when the stage began, ISO-8601 in UTC
 
     @property
     def share(self) -> float | None:
@@ -270,20 +257,16 @@ _ENDED: dict[str, State] = {"FINISHED": "finished", "FAILED": "failed", "KILLED"
 
 @dataclass(frozen=True)
 class RunStatus:
-    """The state of a run.
-
-    Attributes:
-        state: running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives
-            no sign of life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel),
-            pruned (by its sweep); died (its process ended without a word).
-        sign: the process working on it, or the one that died; None: the run has ended, or died before it began.
-        unswept: signs of dead processes, which `sweep` removes.
-    """
+    """The state of a run."""
 
     run: PastRun
+    # running; suspended (its process is stopped by a signal); silent (its process, on another machine, gives no sign of
+    # life, but not long enough to call it dead); finished, failed, stopped (by a signal or a cancel), pruned (by its
+    # sweep); died (its process ended without a word).
     state: State
+    # The process working on it, or the one that died; None: the run has ended, or died before it began.
     sign: Sign | None = None
-    unswept: tuple[Sign, ...] = ()
+    unswept: tuple[Sign, ...] = ()  # signs of dead processes, which `sweep` removes
 
     @property
     def is_at_work(self) -> bool:

@@ -36,8 +36,6 @@ class Chat:
         new_tokens: the most tokens of an answer.
         temperature: 0: always the most likely token; above: drawn.
 
-    Attributes:
-        turns: those so far, without the first one.
 
     Raises:
         ConfigError: the model has no chat template, or generates no text.
@@ -52,7 +50,7 @@ class Chat:
             what, remedy = "The model was not trained on conversations.", "Ask it with trainflow predict."
             raise ConfigError(what, field="MODEL", value=loaded.url, remedy=remedy)
         self.system: str | None = self._given.info.get("system") if system is None else system
-        self.turns: list[dict[str, Any]] = []
+        self.turns: list[dict[str, Any]] = []  # those so far, without the first one
         self._template, self._device, self._base = ChatTemplate(tokenizer, None), loaded.device, None
         read = self._given.info.get("length") or self._given.info["max_length"]  # by the recipes of answers
         self._length = getattr(self._model.config, "max_position_embeddings", None) or read

@@ -165,28 +165,19 @@ def _imported(result: ImportResult, destination: str) -> list[Text]:
 
 @dataclass(frozen=True)
 class Entry:
-    """A folder that is named like a checkpoint.
+    """A folder that is named like a checkpoint."""
 
-    Attributes:
-        root: the folder of its run's checkpoints.
-        state: ``good`` (committed, every file there in its size), ``damaged``, ``uncommitted`` (left by an interrupted
-            save), ``being written``, ``foreign`` (another program's), ``newer version`` (of trainflow) or ``link``.
-        info: its commit, where there is a valid one.
-        problems: lines about what is wrong, or what it is.
-        best: whether the newest checkpoint of its run records it as the best.
-        readers: the processes that read it now.
-        kept: whether it is marked as one that stays (`trainflow follow` marks the best).
-    """
-
-    root: Store
+    root: Store  # the folder of its run's checkpoints
     name: str
     step: int
+    # ``good`` (committed, every file there in its size), ``damaged``, ``uncommitted`` (left by an interrupted save),
+    # ``being written``, ``foreign`` (another program's), ``newer version`` (of trainflow) or ``link``.
     state: str
-    info: catalogue.CheckpointInfo | None = None
-    problems: tuple[str, ...] = ()
-    best: bool = False
-    readers: tuple[str, ...] = ()
-    kept: bool = False
+    info: catalogue.CheckpointInfo | None = None  # its commit, where there is a valid one
+    problems: tuple[str, ...] = ()  # lines about what is wrong, or what it is
+    best: bool = False  # whether the newest checkpoint of its run records it as the best
+    readers: tuple[str, ...] = ()  # the processes that read it now
+    kept: bool = False  # whether it is marked as one that stays (`trainflow follow` marks the best)
 
     @property
     def store(self) -> Store:
