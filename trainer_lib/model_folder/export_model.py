@@ -169,8 +169,7 @@ def _to_transformers(loaded: LoadedModel, batch: Mapping[str, Tensor], folder: P
         remedy = "Publish it with publish.merge_adapters=true." if is_adapted else "Use torch-export or onnx."
         raise ConfigError(what, field="--to", value="transformers", remedy=remedy)
     model.save_pretrained(folder)
-    if loaded.tokenizer is not None:
-        loaded.tokenizer.save_pretrained(folder)
+    loaded.write_tokenizer(folder)
     again = type(model).from_pretrained(folder).eval()
     return lambda part: _main(again(**part))
 

@@ -131,6 +131,11 @@ class LoadedModel:
         """The device that predictions are made on."""
         return self._args.device
 
+    def write_tokenizer(self, folder: Path) -> None:
+        """Write the tokenizer that the recipe keeps into a folder; nothing without one."""
+        if self.tokenizer is not None:
+            self.tokenizer.save_pretrained(folder)
+
     @property
     def compute_metrics(self) -> Callable[..., Any] | None:
         """The recipe's function; None without one."""

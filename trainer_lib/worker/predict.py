@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch.utils.data import Subset
@@ -40,15 +40,15 @@ def run(work: Work[PredictRequest]) -> PartsResult:
     with SharedParts(store, parts, total=parts.total) as shared:
         for part in shared:
             start, stop = parts.row_range(part)
-            order, pace = list(range(stop - start)), Pace()
+            order, pace, shown, first = list[int](), Pace(), cast(Any, split), start
             if (column := request.sort_by) is not None:
                 order = longest_first([split[row][column] for row in range(start, stop)])
-            part_rows: Any = Subset(split, [start + place for place in order])  # type: ignore[arg-type] # read like a Dataset
+                shown, first = Subset(shown, [start + place for place in order]), 0
             with contextlib.closing(PredictionSpool(None)) as spool:  # a part's outputs, large ones on disk
-                for numbers, outputs in stream_predictions(trainer, part_rows, start=0, stop=stop - start):
+                for numbers, outputs in stream_predictions(trainer, shown, start=first, stop=first + stop - start):
                     spool.append(outputs)
                     if pace.is_due():
-                        row = start + int(numbers[-1]) + 1
+                        row = start + int(numbers[-1]) - first + 1
                         work.events.emit("progress", step=row, max_steps=len(split), row=row, rows=rows + row - start)
                 tree = spool.tree() if column is None else nested.map_tree(partial(in_order, order=order), spool.tree())
                 columns = work.recipe.prediction_columns(single_output(tree), data)

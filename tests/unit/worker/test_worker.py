@@ -215,6 +215,20 @@ DRAWING = RECIPE.replace(
 TIMINGS = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second")
 
 
+def test_what_a_collator_draws_does_not_depend_on_the_files_of_the_predictions(
+    tmp_path: Path, trained: Trained
+) -> None:
+    drawing = DRAWING.replace("self.layers(x) + torch.rand(1)[0] * x[:, :2]", "self.layers(x)")
+    scores = []
+    for size in (8, 24):
+        args = {"use_cpu": True, "per_device_eval_batch_size": 4}
+        asked = trained.ask(tmp_path / str(size), "predict", drawing, rows_per_file=size, split="test", args=args)
+        tiny.run(asked, kind="in_process")
+        files = tmp_path / str(size) / "predict" / "predictions" / "test"
+        scores.append(pq.read_table(files)["scores"].to_pylist())
+    assert scores[0] == scores[1]
+
+
 def train_beside(folder: Path, recipe: str, data: PreparedData, **args: Any) -> dict[int, dict[str, float]]:
     """Train with evaluations; returns what they logged, by step."""
     given = {**ARGS, "num_train_epochs": 1, "save_steps": 4, "eval_strategy": "steps", "eval_steps": 4, **args}
