@@ -289,9 +289,9 @@ def _check_kind(store: Store) -> set[str]:
 
 
 def _read_json(store: Store, name: str) -> dict[str, Any]:
-    where = f"{store.url}/{name}"
+    where, data = f"{store.url}/{name}", store.read_bytes(name, limit=_JSON_LIMIT)
     try:
-        record = parse_json(store.read_bytes(name, limit=_JSON_LIMIT))  # the state grows with every log of a long run
+        record = parse_json(data)
     except ValueError as error:
         raise refuse_file(where, f"it is not JSON ({str(error)[:80]})") from error
     return _require_mapping(record, where)

@@ -298,7 +298,7 @@ class Publisher:
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
     def push_checkpoint(self, url: str, *, without_weights: bool, on_begin: Callable[[], None]) -> None:
-        """Queue the push that `hub_strategy` asks for after a save to `url`, after calling `on_begin`, if any.
+        """Call `on_begin` and queue the push, if `hub_strategy` asks for one after a save to `url`.
 
         Its checkpoint is protected from rotation until the push ends. `without_weights`: leave model.safetensors out,
         because the model is exported as adapters.
