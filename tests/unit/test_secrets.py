@@ -10,17 +10,8 @@ from urllib.parse import quote
 
 import pytest
 
+from trainer_lib import secrets
 from trainer_lib.errors import ConfigError, StorageError
-from trainer_lib.secrets import (
-    holds_password_in_url,
-    holds_secret,
-    holds_token,
-    is_secret_name,
-    mask,
-    mask_value,
-    may_be_secret_name,
-    variable_for,
-)
 
 SURE = """
     token hub_token HF_TOKEN push_to_hub_token aws_session_token auth-token githubToken password db_password passwd
@@ -46,7 +37,7 @@ UNITS += ["login a password", "Authorization: ", "--token ", "SG.aaaaaaaaaaaaaaa
     ],
 )
 def test_names_are_surely_secrets_may_be_secrets_or_are_none(name: str, is_sure: bool, may_be: bool) -> None:
-    assert (is_secret_name(name), may_be_secret_name(name)) == (is_sure, may_be)
+    assert (secrets.is_secret_name(name), secrets.may_be_secret_name(name)) == (is_sure, may_be)
 
 
 @pytest.mark.parametrize(
@@ -63,8 +54,8 @@ def test_names_are_surely_secrets_may_be_secrets_or_are_none(name: str, is_sure:
 )
 def test_texts_lose_their_secrets_only(text: str, masked: str | None) -> None:
     expected = "GET https://s3/x?X-Amz-Signature=***&part=2&X-Amz-Security-Token=***" if masked is None else masked
-    assert mask(text) == expected
-    assert mask(expected) == expected
+    assert secrets.mask(text) == expected
+    assert secrets.mask(expected) == expected
 
 
 def test_values_are_masked_at_any_depth() -> None:
@@ -76,12 +67,12 @@ def test_values_are_masked_at_any_depth() -> None:
         "tracking_token": None,
         "url": "http://me:s3cr3t@host/",
     }
-    shown = mask_value("", value)
+    shown = secrets.mask_value("", value)
     assert "s3cr3t" not in json.dumps(shown)
     assert shown["args"] == [{"api_key": "<API_KEY>", "pad_token": "<pad>", "max_new_tokens": 5}]
     assert shown["credentials"] == {"user": "<CREDENTIALS>", "pin": "<CREDENTIALS>"}
     assert (shown["use_auth_token"], shown["tracking_token"]) == (True, None)
-    assert mask_value("", shown) == shown
+    assert secrets.mask_value("", shown) == shown
 
 
 def test_errors_mask_what_they_are_given() -> None:
@@ -96,8 +87,8 @@ def test_errors_mask_what_they_are_given() -> None:
 
 
 def test_secrets_are_named_by_their_variable() -> None:
-    assert [variable_for(name) for name in ("hub_token", "wandb_api_key")] == ["HF_TOKEN", "WANDB_API_KEY"]
-    assert holds_password_in_url("s3://me:pw@bucket") and not holds_password_in_url("s3://bucket/a:b@c")
+    assert [secrets.variable_for(name) for name in ("hub_token", "wandb_api_key")] == ["HF_TOKEN", "WANDB_API_KEY"]
+    assert secrets.holds_password_in_url("s3://me:pw@bucket") and not secrets.holds_password_in_url("s3://bucket/a:b@c")
 
 
 @pytest.mark.parametrize(
@@ -119,9 +110,9 @@ def test_secrets_are_named_by_their_variable() -> None:
     ],
 )
 def test_a_secret_anywhere_in_a_text_is_found_and_masked(text: str) -> None:
-    assert holds_secret(text)
-    assert not holds_secret(mask(text))
-    assert mask(mask(text)) == mask(text)
+    assert secrets.holds_secret(text)
+    assert not secrets.holds_secret(secrets.mask(text))
+    assert secrets.mask(secrets.mask(text)) == secrets.mask(text)
 
 
 def test_the_value_of_a_secret_variable_is_masked_in_whatever_form_it_comes_back(
@@ -132,12 +123,12 @@ def test_the_value_of_a_secret_variable_is_masked_in_whatever_form_it_comes_back
     monkeypatch.setenv("HF_TOKEN", "correct-horse-77")
     monkeypatch.setenv("PGPASSWORD", "password")  # a word: it stays in sentences that mean the word
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/etc/keys/gcp1.json")
-    assert mask("the server refused correct-horse-7 as a password") == "the server refused *** as a password"
-    assert mask("correct-horse-77") == "***"
-    assert mask("no file /etc/keys/gcp1.json") == "no file /etc/keys/gcp1.json"
+    assert secrets.mask("the server refused correct-horse-7 as a password") == "the server refused *** as a password"
+    assert secrets.mask("correct-horse-77") == "***"
+    assert secrets.mask("no file /etc/keys/gcp1.json") == "no file /etc/keys/gcp1.json"
     listed = ["OLD_TOKEN", *os.environ]  # another thread removed the first after it was listed
     monkeypatch.setattr(type(os.environ), "__iter__", lambda _: iter(listed))
-    assert mask("correct-horse-77") == "***"
+    assert secrets.mask("correct-horse-77") == "***"
 
 
 _MIX = "a1B2c3D4e5F6g7H8i9J0" * 5
@@ -183,9 +174,9 @@ def test_tokens_of_many_vendors_are_found_by_their_forms(vendor: str) -> None:
     secret = TOKENS[vendor][-1] if "sendMessage" not in TOKENS[vendor][-1] else TOKENS[vendor][-2]
     for around in ("{}", "see {}.", "{{'a': '{}'}}", "x={}, y", "a\n{}\nb"):
         text = around.format("".join(TOKENS[vendor]))
-        assert holds_secret(text) and holds_token(text), around
-        assert secret not in (masked := mask(text)), around
-        assert mask(masked) == masked
+        assert secrets.holds_secret(text) and secrets.holds_token(text), around
+        assert secret not in (masked := secrets.mask(text)), around
+        assert secrets.mask(masked) == masked
 
 
 @pytest.mark.parametrize(
@@ -218,9 +209,9 @@ def test_tokens_of_many_vendors_are_found_by_their_forms(vendor: str) -> None:
 )
 def test_passwords_in_headers_and_commands_are_masked(form: str, secret: str) -> None:
     text = form.format(secret)
-    assert holds_secret(text)
-    assert secret not in mask(text)
-    assert mask(mask(text)) == mask(text)
+    assert secrets.holds_secret(text)
+    assert secret not in secrets.mask(text)
+    assert secrets.mask(secrets.mask(text)) == secrets.mask(text)
 
 
 ALIKE = """
@@ -239,10 +230,10 @@ ALIKE = """
     "text", [*(" ".join(each.split()) for each in ALIKE.split("|")), "a" * 64, _HEX[:32], f"sha256:{_HEX[:64]}"]
 )
 def test_what_only_resembles_a_token_or_a_password_stays(text: str) -> None:
-    assert not holds_secret(text)
-    assert mask(text) == text
+    assert not secrets.holds_secret(text)
+    assert secrets.mask(text) == text
     for masked in ("token=abcdefgh", "ssh://git@host/repo"):  # to be safe
-        assert not holds_secret(masked)
+        assert not secrets.holds_secret(masked)
 
 
 @pytest.mark.parametrize(
@@ -278,15 +269,18 @@ def test_the_value_of_every_variable_that_says_so_is_masked(
 ) -> None:
     monkeypatch.setenv(name, value)
     if not is_secret:
-        assert mask(f"in {value} now") == f"in {value} now"
+        assert secrets.mask(f"in {value} now") == f"in {value} now"
         return
     for form in (value, quote(value, safe=""), f"<{value}>"):
-        assert value not in mask(f"it sent {form} there") and quote(value, safe="") not in mask(f"it sent {form} there")
+        masked = secrets.mask(f"it sent {form} there")
+        assert value not in masked and quote(value, safe="") not in masked
 
 
 @pytest.mark.parametrize("unit", [*UNITS, "0123abcd-us"])
 def test_masking_takes_linear_time(unit: str) -> None:
     def seconds(size: int, repeat: int) -> float:
-        return min(timeit.repeat(lambda: mask((unit * size)[:size]), timer=time.process_time, repeat=repeat, number=1))
+        return min(
+            timeit.repeat(lambda: secrets.mask((unit * size)[:size]), timer=time.process_time, repeat=repeat, number=1)
+        )
 
     assert seconds(80_000, 1) < 12 * seconds(20_000, 3) + 0.05  # four times the text; sixteen times would be quadratic

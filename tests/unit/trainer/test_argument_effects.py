@@ -26,7 +26,12 @@ from trainer_lib.distributed import communicator as distributed
 from trainer_lib.errors import ConfigError, InfrastructureError, NonFiniteError
 
 ROWS = classification_rows(12)
-LOADING: dict[str, Any] = {"num_workers": 2, "persistent_workers": True, "prefetch_factor": 3, "in_order": False}
+LOADING: dict[str, Any] = {
+    "dataloader_num_workers": 2,
+    "dataloader_persistent_workers": True,
+    "dataloader_prefetch_factor": 3,
+    "dataloader_in_order": False,
+}
 SETTINGS = {"use_reentrant": True, "preserve_rng_state": False}
 NO_WARMUP = "warmup_steps = 3 has no effect: the schedule constant has no warm-up"
 LOGGED: dict[str, Any] = {"max_steps": 1, "logging_strategy": "steps", "logging_steps": 1}
@@ -53,13 +58,11 @@ def test_dataloader_num_workers_processes_read(workers: int, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_arguments_of_loading_are_those_of_torchs_loader(context: str, tmp_path: Path) -> None:
-    given = {f"dataloader_{name}": value for name, value in LOADING.items()}
-    one = trainer(tmp_path, ROWS, dataloader_multiprocessing_context=context, **given)
+    one = trainer(tmp_path, ROWS, dataloader_multiprocessing_context=context, **LOADING)
     loader: Any = one.get_train_dataloader()
-    assert {name: getattr(loader, name) for name in LOADING} == LOADING
+    assert {name: getattr(loader, name.removeprefix("dataloader_")) for name in LOADING} == LOADING
     assert loader.multiprocessing_context.get_start_method() == context
-    evaluation: Any = one.get_eval_dataloader(ROWS)
-    assert evaluation.in_order, "predictions are matched to samples by position"
+    assert vars(one.get_eval_dataloader(ROWS))["in_order"], "predictions are matched to samples by position"
     usual: Any = trainer(tmp_path, ROWS, dataloader_num_workers=2).get_train_dataloader()
     assert (usual.persistent_workers, usual.prefetch_factor, usual.in_order) == (False, 2, True)
 
