@@ -180,22 +180,29 @@ def _check_objective(spec: PipelineSpec, name: str, resolver: Resolver) -> None:
     late = ("overall", *spec.benchmark_tasks)
     if not any(name.startswith(f"{split}_") for split in (*spec.evaluate.splits, *late)):
         raise names_no_split(name, spec.evaluate.splits, field=field, value=name)
-    names = [f"{split}_{metric}" for split in spec.evaluate.splits for metric in _measured(spec, resolver)]
-    if not name.startswith(tuple(f"{split}_" for split in late)):
-        _check_measured(name, names, field)
+    measured = _measured(spec, resolver)
+    if spec.evaluate.confidence is not None:
+        measured += [f"{metric}_{end}" for metric in measured for end in ("low", "high")]
+    # The values of slices, and what these add, only a run shows.
+    if not (spec.evaluate.slices and "/" in name) and not name.startswith(tuple(f"{split}_" for split in late)):
+        _check_measured(name, [f"{split}_{metric}" for split in spec.evaluate.splits for metric in measured], field)
 
 
 def _check_trained(spec: PipelineSpec, name: str, field: str) -> None:
     """Refuse what looks like another metric of train; whether it is one of the recipe's, only a trial shows."""
     # Without the prefix, which would make all of them alike.
     near = nearest(name.removeprefix(_TRAINED), [*_ALWAYS, "tokens_per_second"])
-    recipes = [top_level_names(Path(recipe)) for recipe in {spec.train.recipe or spec.recipe, spec.recipe}]
-    adds_some = any(names is None or names & {"Trainer", "callbacks"} for names in recipes)
-    if near is None or name == f"{_TRAINED}{near}" or adds_some or _TRAINED.rstrip("_") in spec.evaluate.splits:
+    if near is None or name == f"{_TRAINED}{near}" or _adds_some(spec) or _TRAINED.rstrip("_") in spec.evaluate.splits:
         return
     raise ConfigError(
         "Train does not report this metric.", field=field, value=name, remedy=f'Did you mean "{_TRAINED}{near}"?'
     )
+
+
+def _adds_some(spec: PipelineSpec) -> bool:
+    """Whether a Trainer or callbacks of the recipe may log metrics of their own."""
+    recipes = [top_level_names(Path(recipe)) for recipe in {spec.train.recipe or spec.recipe, spec.recipe}]
+    return any(names is None or names & {"Trainer", "callbacks"} for names in recipes)
 
 
 def _measured(spec: PipelineSpec, resolver: Resolver) -> list[str]:
@@ -210,7 +217,8 @@ def _check_measured(name: str, names: Sequence[str], field: str) -> None:
 
 
 def _check_evaluated(spec: PipelineSpec, resolver: Resolver, name: str, field: str) -> None:
-    _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], field)
+    if not _adds_some(spec):
+        _check_measured(name, [f"{_EVALUATED}{metric}" for metric in _measured(spec, resolver)], field)
 
 
 def _require_evaluations(spec: PipelineSpec, resolver: Resolver, *, field: str, value: str | None) -> None:

@@ -100,7 +100,6 @@ class KerasOptimizer(torch.optim.Optimizer):
     Keras owns the state: slots (momentum, velocity, …), the count of the steps, perhaps the learning rate. Checkpoints
     get it from `state_dict`, and a restored one is copied into Keras' tensors.
 
-
     Raises:
         ConfigError: the optimizer accumulates, averages or scales by itself, or was built for another model.
     """

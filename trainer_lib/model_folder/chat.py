@@ -36,7 +36,6 @@ class Chat:
         new_tokens: the most tokens of an answer.
         temperature: 0: always the most likely token; above: drawn.
 
-
     Raises:
         ConfigError: the model has no chat template, or generates no text.
     """
@@ -52,8 +51,9 @@ class Chat:
         self.system: str | None = self._given.info.get("system") if system is None else system
         self.turns: list[dict[str, Any]] = []  # those so far, without the first one
         self._template, self._device, self._base = ChatTemplate(tokenizer, None), loaded.device, None
-        read = self._given.info.get("length") or self._given.info["max_length"]  # by the recipes of answers
-        self._length = getattr(self._model.config, "max_position_embeddings", None) or read
+        self._length = getattr(self._model.config, "max_position_embeddings", None)
+        if not self._length:  # the recipes of answers know the most that they read
+            self._length = self._given.info.get("length") or self._given.info["max_length"]
         draws = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         ends = list(dict.fromkeys([*known_ends(self._model), *end_tokens(tokenizer)])) or [0]
         pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id

@@ -25,7 +25,7 @@ from typing_extensions import override
 
 from trainer_lib.base.outputs import EvalPrediction
 from trainer_lib.errors import DataError
-from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs, preference_losses
+from trainer_lib.recipes.preference_optimization import NAMES, PreferredPairs
 from trainer_lib.recipes.preference_optimization import compute_metrics as measure_pairs
 from trainer_lib.recipes.preference_optimization import prediction_columns as describe_pairs
 from trainer_lib.recipes.shared.model_places import SMALL_LLAMA, build_classifier
@@ -103,7 +103,7 @@ class Trainer(AnswerTrainer):
     @override
     def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         scores = self.answer(model, inputs)
-        return preference_losses(scores, beta=1.0), scores
+        return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1]), scores  # Bai et al., 2022
 
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:

@@ -110,12 +110,20 @@ class FsdpPlugin:
         self.cpu_ram_efficient_loading = settings.cpu_ram_efficient_loading
         self.ignored_modules = "|".join(settings.ignored_modules) or None
         pinned = device.type == "cuda"
-        # Torch's policy for keeping the rows on the CPU or on the device.
-        self.cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if settings.offload else OffloadPolicy()
+        self._cpu_offload = CPUOffloadPolicy(pin_memory=pinned) if settings.offload else OffloadPolicy()
         formats = {"param_dtype": settings.param_dtype, "reduce_dtype": settings.reduce_dtype}
         given = {name: getattr(torch, dtype) for name, dtype in formats.items() if dtype is not None}
-        # Torch's policy for the formats of gathered parameters and of exchanged gradients.
-        self.mixed_precision_policy = MixedPrecisionPolicy(**given)
+        self._mixed_precision_policy = MixedPrecisionPolicy(**given)
+
+    @property
+    def cpu_offload(self) -> OffloadPolicy:
+        """Return torch's policy for where the rows are kept."""
+        return self._cpu_offload
+
+    @property
+    def mixed_precision_policy(self) -> MixedPrecisionPolicy:
+        """Return torch's policy for the formats of gathered parameters and of exchanged gradients."""
+        return self._mixed_precision_policy
 
     @property
     def state_dict_type(self) -> str:

@@ -64,6 +64,7 @@ def test_a_trial_differs_in_its_values_and_shares_the_rest(path: Path) -> None:
         (["sweep.space={storage: [a, b]}"], "trials would be equal"),
         (["sweep.space={prepare.options.rosw: [1, 2]}"], "Did you mean 'rows'?"),
         (["sweep.objective=test_eror"], 'Did you mean "test_error"?'),
+        (["sweep.objective=test_error_low"], "No evaluation reports this metric."),
         (["sweep.objective=tset_error"], "Did you mean 'test_error'?"),
         (["sweep.objective=eval_error"], "evaluations while training"),
         (["sweep.objective=train_los"], 'Did you mean "train_loss"?'),
@@ -90,9 +91,12 @@ def test_what_cannot_work_is_refused_before_the_first_trial(path: Path, override
         (["sweep.objective=train_smoothness"], ""),
         (["sweep.objective=train_los"], "class Trainer(trainer_lib.Trainer):\n    pass\n"),
         (["sweep.objective=train_los"], "def callbacks(options):\n    return []\n"),
+        ([*PRUNED[1:], "sweep.objective=eval_eror"], "def callbacks(options):\n    return []\n"),
+        (["sweep.objective=test_error_low", "evaluate.confidence=0.9"], ""),
+        (["sweep.objective=test_error/kind/a", "evaluate.slices=[kind]"], ""),
     ],
 )
-def test_what_train_reports_may_be_the_objective(path: Path, overrides: list[str], added: str) -> None:
+def test_what_a_run_may_report_may_be_the_objective(path: Path, overrides: list[str], added: str) -> None:
     recipe = path.parent / "recipe.py"
     recipe.write_text(f"import trainer_lib\n{recipe.read_text('utf-8')}\n\n{added}", "utf-8")
     check_sweep(load_spec(path, overrides))

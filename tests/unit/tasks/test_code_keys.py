@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from trainer_lib import recipes
 from trainflow.tasks.code.closure import closure, find_in_place
 from trainflow.tasks.code.reach import Code, Reach
 from trainflow.tasks.keys import stage_code
@@ -277,6 +278,16 @@ def test_metrics_count_for_train_where_its_code_looks_at_them(tmp_path: Path, mo
 def test_metrics_that_may_disturb_training_count_for_train(tmp_path: Path, body: str) -> None:
     base = BASE.replace("return Net()", "return Net(NAMES)").replace('    log.info("scoring")', f"    {body}")
     assert "train" in changed(tmp_path, body, f"{body}; print(1)", base=base)
+
+
+def test_evaluations_change_no_weights_of_most_named_recipes() -> None:
+    seen = {"causal_language_modeling", "embeddings", "supervised_fine_tuning"}  # by names of torch's logarithm
+    seen |= {"feedback_optimization", "preference_optimization"}
+    folder, resolver = Path(recipes.__file__).parent, Resolver()
+    names = [path.stem for path in folder.glob("[a-z]*.py")]
+    assert {
+        name for name in names if stage_code.evaluations_matter_to(resolver.code(folder / f"{name}.py", None, folder))
+    } == seen
 
 
 def test_metrics_count_for_train_where_they_choose_the_weights_and_for_its_curve(tmp_path: Path) -> None:
