@@ -298,7 +298,7 @@ def find_storage(spec: Path | None, overrides: list[str] | None, storage: str | 
         # It need not exist: the first run makes it.
         return Chosen(Store.open(parsed.storage), parsed)
     if storage is not None or Path(".trainflow").is_dir():
-        return Chosen(_existing(storage or ".trainflow"))
+        return Chosen(_existing(".trainflow" if storage is None else storage))
     what = "No runs were named, and this folder has neither a single spec nor .trainflow."
     remedy = f"Name a spec (trainflow {command} SPEC) or a storage (trainflow {command} --storage URL)."
     raise ConfigError(what, field=command, remedy=remedy)
@@ -335,9 +335,10 @@ def _existing(storage: str) -> Store:
     if not store.is_local or (folder := store.local_path()).is_dir():
         return store
     what, remedy = "There is no such folder.", "Name the folder or URL that a run used."
-    siblings = [path.name for path in folder.parent.iterdir() if path.is_dir()] if folder.parent.is_dir() else []
     if folder.exists():
         what, remedy = "This is a file, not a folder.", "Name the folder that a run used as its storage."
-    elif close := nearest(folder.name, siblings):
+    elif folder.parent.is_dir() and (
+        close := nearest(folder.name, [path.name for path in folder.parent.iterdir() if path.is_dir()])
+    ):
         remedy = f'Did you mean "{shown(str(folder.with_name(close)))}"?'
     raise ConfigError(what, field="--storage", value=storage, remedy=remedy)

@@ -330,14 +330,14 @@ def find_tracked(chain: Chain, config: TrackingConfig) -> TrackedLinks:
     if uri.startswith(_SQLITE) and not Path(uri.removeprefix(_SQLITE)).is_file():
         raise ConfigError("The database of MLflow is not on this machine.")
     digest: str | None = None
-    if (folder := chain.run_folder or chain.publication) is not None:
-        with contextlib.suppress(ConfigError, StorageError, InfrastructureError):
-            digest = find_model(folder.url).digest()
     try:
         client: Any = connect_timed(uri, Clock())
         run = _find_run(client, chain)
         if run is None:
             raise ConfigError(f"The tracking server {mask(uri)} does not have the run.")
+        if (folder := chain.run_folder or chain.publication) is not None:
+            with contextlib.suppress(ConfigError, StorageError, InfrastructureError):
+                digest = find_model(folder.url).digest()
         versions = tuple(_versions(client, digest, run))
         return TrackedLinks(mask(uri), run.info.run_id, dict(run.data.tags), versions, digest)
     except ConfigError:

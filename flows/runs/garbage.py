@@ -109,10 +109,10 @@ def find_versions(storage: str, runs: Iterable[PastRun], config: TrackingConfig)
     own = tracking_uri(config, root)  # with credentials, where the environment has them
     uris = {own}
     for uri in sorted({str(run.record.get("tracking_uri")) for run in runs if run.mlflow_run_id} - {mask(own)}):
-        if not _is_gone(uri):
+        if (database := _database(uri)) is None or database.is_file():
             uris.add(uri)
         # A storage that was moved or copied has its database next to it.
-        elif _is_gone(default_tracking_uri(root)):
+        elif (database := _database(default_tracking_uri(root))) is None or not database.is_file():
             raise _unreachable(uri, "its database is not there")
     return [referrer for uri in sorted(uris) for referrer in _versions_of(uri, root)]
 
@@ -148,10 +148,6 @@ def _folder_of(source: str, root: Store) -> set[Folder]:
 
 def _database(uri: str) -> Path | None:
     return Path(uri.removeprefix(_SQLITE)) if uri.startswith(_SQLITE) else None
-
-
-def _is_gone(uri: str) -> bool:
-    return (path := _database(uri)) is not None and not path.is_file()
 
 
 def _has_versions(path: Path) -> bool:

@@ -106,7 +106,7 @@ def test_the_command_that_is_named_removes_what_was_shown(
     assert committed(storage) == folders(storage, ids[2])
 
 
-def test_nothing_goes_while_the_registry_cannot_be_asked(storage: str) -> None:
+def test_nothing_goes_while_the_registry_cannot_be_asked(storage: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = "sqlite:////nowhere/mlflow.db"
     ids = nightly(storage, 3)
     record_run(storage, ids[0], day=1, mlflow_run_id="a" * 32, tracking_uri=gone)
@@ -117,6 +117,9 @@ def test_nothing_goes_while_the_registry_cannot_be_asked(storage: str) -> None:
     assert caught.value.value == gone
     assert "--skip-registry" in str(caught.value.remedy)
     assert len(list_runs(storage)) == 3
+    with monkeypatch.context() as patched:  # another server knows nothing of the lost database
+        patched.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+        assert "its database is not there" in str(find_garbage(storage, keep=1).obstacle)
     with closing(sqlite3.connect(f"{storage}/mlflow.db")) as made, made:  # the storage was moved, its database with it
         made.execute("CREATE TABLE model_versions (name TEXT, version TEXT)")
     assert find_garbage(storage, keep=1).obstacle is None

@@ -406,6 +406,8 @@ def test_commands_that_read_runs_mean_the_spec_that_makes_them(path: Path, monke
         choose()
     Path(".trainflow").mkdir()
     assert choose() == ".trainflow"
+    with pytest.raises(ConfigError, match="is empty"):
+        choose(storage="")
     with pytest.raises(ConfigError, match="has none"):
         choose("a=1")
     monkeypatch.chdir(path.parent)
