@@ -51,9 +51,8 @@ class Chat:
         self.system: str | None = self._given.info.get("system") if system is None else system
         self.turns: list[dict[str, Any]] = []  # those so far, without the first one
         self._template, self._device, self._base = ChatTemplate(tokenizer, None), loaded.device, None
-        self._length = getattr(self._model.config, "max_position_embeddings", None)
-        if not self._length:  # the recipes of answers know the most that they read
-            self._length = self._given.info.get("length") or self._given.info["max_length"]
+        read = self._given.info.get("length") or self._given.info.get("max_length")  # by the recipes of answers
+        self._length: Any = getattr(self._model.config, "max_position_embeddings", None) or read
         draws = {"do_sample": True, "temperature": temperature} if temperature > 0 else {"do_sample": False}
         ends = list(dict.fromkeys([*known_ends(self._model), *end_tokens(tokenizer)])) or [0]
         pad = ends[0] if tokenizer.pad_token_id is None else tokenizer.pad_token_id

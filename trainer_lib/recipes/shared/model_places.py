@@ -84,7 +84,8 @@ def from_place(kind: str, place: str, *, field: str, **settings: Any) -> Any:
         loaded = automatic.from_pretrained(place, **settings)
     except (ImportError, OSError, ValueError) as error:  # some models need packages of their own
         raise no_model(place, error, field=field) from error
-    if isinstance(loaded, nn.Module) and getattr(loaded, "is_quantized", False):
+    is_model = isinstance(loaded, nn.Module)  # a configuration may hold anything under this name
+    if is_model and getattr(loaded, "is_quantized", False):
         keep_layout(loaded)
         loaded.computes_by_args = True
     return loaded
