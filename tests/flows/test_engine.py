@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import inspect
 import json
+import logging
 import os
 import re
 import sqlite3
@@ -14,16 +16,21 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from packaging.requirements import Requirement
 from prefect import flow, task
 from prefect.cache_policies import NO_CACHE
 from prefect.context import FlowRunContext, serialize_context
 from prefect.events import emit_event
-from prefect.events.worker import EventsWorker
+from prefect.events.clients import PrefectEventsClient
+from prefect.events.worker import EventsWorker, emit_events_to_cloud
+from prefect.logging import configuration
+from prefect.logging.handlers import APILogHandler, APILogWorker
 from prefect.settings import (
     PREFECT_API_DATABASE_CONNECTION_URL,
     PREFECT_API_URL,
@@ -32,6 +39,7 @@ from prefect.settings import (
     temporary_settings,
 )
 
+from tests.support import repository
 from tests.support.command import answer, start_script
 from tests.support.prefect_home import embedded_servers, make_home
 from tests.support.prefect_server import wait_for
@@ -267,6 +275,28 @@ def test_events_for_a_server_that_stays_away_do_not_hold_a_process_at_its_end() 
         worker: Any = next(each for each in services._instances.values() if isinstance(each, EventsWorker))
         send_queued(0.2)
         wait_for("the end of the queue", worker._done_event.is_set)
+
+
+def test_the_installed_prefect_is_of_a_version_that_was_tried() -> None:
+    declared = [Requirement(text) for text in repository.pyproject()["project"]["dependencies"]]
+    [prefect] = [requirement for requirement in declared if requirement.name == "prefect"]
+    assert prefect.specifier.contains(metadata.version("prefect"))
+
+
+def test_the_undocumented_names_have_the_shape_that_is_used() -> None:
+    import prefect.context
+
+    replaced = inspect.signature(prefect.context._temporary_global_settings_context)
+    assert list(replaced.parameters) == ["settings_context"]
+    for worker in (EventsWorker, APILogWorker):
+        assert "timeout" in inspect.signature(worker.drain_all).parameters
+    assert list(inspect.signature(EventsWorker.set_client_override).parameters) == ["client_type", "client_kwargs"]
+    assert {"reconnection_attempts", "checkpoint_every"} <= set(inspect.signature(PrefectEventsClient).parameters)
+    assert isinstance(inspect.getattr_static(EventsWorker, "_instances"), dict)
+    assert emit_events_to_cloud() is False
+    assert issubclass(APILogHandler, logging.Handler)
+    assert isinstance(configuration.PROCESS_LOGGING_CONFIG, dict)
+    assert not inspect.signature(configuration.setup_logging).parameters.keys() - {"incremental"}
 
 
 def test_tasks_on_other_machines_get_the_flow_runs_id_and_the_api_and_nothing_else(

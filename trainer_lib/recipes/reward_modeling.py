@@ -97,13 +97,18 @@ def collate(rows: list[dict[str, Any]], data: DataInfo) -> dict[str, Tensor]:
     return collate_answers(rows, data, names)
 
 
+def reward_losses(scores: Tensor) -> Tensor:
+    """The losses of pairs ``[pairs]``, of scores ``[pairs, 2]``, the better answer's first (Bai et al., 2022)."""
+    return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1])
+
+
 class Trainer(AnswerTrainer):
     """A Trainer that gives answers a score."""
 
     @override
     def judge(self, model: nn.Module, inputs: Any) -> tuple[Tensor, Tensor]:
         scores = self.answer(model, inputs)
-        return -nn.functional.logsigmoid(scores[:, 0] - scores[:, 1]), scores  # Bai et al., 2022
+        return reward_losses(scores), scores
 
     @override
     def answer(self, model: nn.Module, inputs: Any) -> Tensor:

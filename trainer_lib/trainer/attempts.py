@@ -85,7 +85,7 @@ class Attempts:
         self._keeps_start = True
         self.allowed: int | None = None  # the micro-batch that memory allows; None = that of the arguments
         self.url: str | None = None  # the checkpoint that the next attempt continues; None = the start
-        self.halves = False  # short memory halves the micro-batch; several processes exchange more for it
+        self.halves = False  # short memory halves the micro-batch; of several processes, which exchange more, if asked
 
     def adopt_limit(self, saved: Any) -> None:
         """Use the micro-batch that a checkpoint records, when it is smaller: memory need not run out again."""

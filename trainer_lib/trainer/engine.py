@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import functools
 import math
 import warnings
 from collections.abc import Iterator, Mapping
@@ -163,7 +162,7 @@ class OutsideParameters:
 _STEPPED_BEFORE = "Detected call of `lr_scheduler.step"
 # They step after an evaluation, with its metric, and not after every optimizer step. By name: transformers has a
 # GreedyLR and trainflow has another.
-_METRIC_SCHEDULES = ("ReduceLROnPlateau", "GreedyLR")
+_METRIC_SCHEDULES = {"ReduceLROnPlateau", "GreedyLR"}
 
 
 def is_on_host(tensor: torch.Tensor) -> bool:
@@ -171,10 +170,9 @@ def is_on_host(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu"
 
 
-@functools.cache  # asked at every step
-def follows_metric(schedule: type[Any]) -> bool:
-    """Whether schedules of a class step with the metric of an evaluation: our own, or one that the user made."""
-    return any(kind.__name__ in _METRIC_SCHEDULES for kind in schedule.__mro__)
+def follows_metric(schedule: Any) -> bool:
+    """Whether a schedule steps with the metric of an evaluation: our own, or one that the user made."""
+    return not _METRIC_SCHEDULES.isdisjoint([kind.__name__ for kind in type(schedule).__mro__])
 
 
 def resolve_arguments(args: TrainingArguments) -> TrainingArguments:
@@ -410,7 +408,7 @@ class Engine:
         rate = trainer._get_learning_rate()  # of this step: below, the schedule goes on to the next, in the same tensor
         run.rate = rate.clone() if isinstance(rate, torch.Tensor) else rate
         schedule = trainer.lr_scheduler
-        if schedule is not None and not follows_metric(schedule.__class__):
+        if schedule is not None and not follows_metric(schedule):
             schedule.step()
         optimizer.zero_grad()
         for other in self._others:
@@ -425,7 +423,7 @@ class Engine:
     def advance_schedule(self, steps: int) -> None:
         """Advance the schedule without the optimizer."""
         schedule = self._trainer.lr_scheduler
-        if schedule is not None and not follows_metric(schedule.__class__):
+        if schedule is not None and not follows_metric(schedule):
             warnings.filterwarnings("ignore", message=_STEPPED_BEFORE)
             for _ in range(steps):
                 schedule.step()
@@ -465,7 +463,7 @@ class Engine:
     def step_metric_schedule(self, metrics: dict[str, float]) -> None:
         """Advance a schedule that follows a metric. Raises ConfigError when the metric is missing."""
         trainer = self._trainer
-        if not follows_metric(trainer.lr_scheduler.__class__):
+        if not follows_metric(trainer.lr_scheduler):
             return
         name = str(trainer.args.metric_for_best_model or "loss")  # a schedule of the user's may come without a name
         name = name if name.startswith("eval_") else f"eval_{name}"

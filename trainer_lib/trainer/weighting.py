@@ -188,7 +188,7 @@ class StepWeights:
         self.empty_batches = 0  # micro-batches of this rank with samples and without targets
 
     def count(self, batches: list[Any], count_items: Callable[[Any, int | None], int]) -> int:
-        """Count the target items of a step's micro-batches, as `batches` gave them; their sum on this rank.
+        """Count the target items of a step's micro-batches, as the source gave them; their sum on this rank.
 
         `count_items`: (batch, samples that the collator was given) -> target items.
         """

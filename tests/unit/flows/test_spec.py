@@ -411,6 +411,7 @@ def test_commands_that_read_runs_mean_the_spec_that_makes_them(path: Path, monke
     with pytest.raises(ConfigError, match="has none"):
         choose("a=1")
     monkeypatch.chdir(path.parent)
+    Path(".trainflow").mkdir()  # of another spec, perhaps
     assert [choose(), choose("storage=s"), choose(storage=".")] == ["store", "s", "project"]
     for word in ("pipeline.yaml", "a=1"):
         with pytest.raises(ConfigError, match="not both"):

@@ -30,6 +30,7 @@ from trainer_lib import EvalPrediction, load_model
 from trainer_lib.errors import DataError
 from trainer_lib.recipes.feedback_optimization import _read_mark, compute_metrics, feedback_losses
 from trainer_lib.recipes.preference_optimization import preference_losses
+from trainer_lib.recipes.reward_modeling import reward_losses
 from trainer_lib.recipes.texts.answers import log_probabilities
 from trainer_lib.recipes.texts.templates import END, TEMPLATES, TURN
 from trainer_lib.recipes.texts.tokenizing import kept_tokenizer
@@ -188,6 +189,9 @@ def test_losses_are_those_of_the_formulas() -> None:
     given = (torch.from_numpy(ratios), torch.tensor(1.5), torch.from_numpy(labels))
     found = feedback_losses(*given, beta=0.2, good_weight=2.0, bad_weight=0.5)
     np.testing.assert_allclose(found.numpy(), wanted, rtol=1e-6)
+    scores = draw.normal(0, 3, (50, 2))
+    found = reward_losses(torch.from_numpy(scores))
+    np.testing.assert_allclose(found.numpy(), -np.log(sigmoid(scores[:, 0] - scores[:, 1])), rtol=1e-9)
 
 
 def test_the_area_counts_ties_as_half_and_takes_the_better_rule_of_lengths() -> None:

@@ -59,10 +59,12 @@ def test_dataloader_num_workers_processes_read(workers: int, tmp_path: Path) -> 
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_arguments_of_loading_are_those_of_torchs_loader(context: str, tmp_path: Path) -> None:
     one = trainer(tmp_path, ROWS, dataloader_multiprocessing_context=context, **LOADING)
-    loader: Any = one.get_train_dataloader()
-    assert {name: getattr(loader, name.removeprefix("dataloader_")) for name in LOADING} == LOADING
-    assert loader.multiprocessing_context.get_start_method() == context
-    assert vars(one.get_eval_dataloader(ROWS))["in_order"], "predictions are matched to samples by position"
+    shown: Any = one.get_train_dataloader()
+    for loader in (shown, shown._reader):  # the second one reads
+        assert {name: getattr(loader, name.removeprefix("dataloader_")) for name in LOADING} == LOADING
+        assert loader.multiprocessing_context.get_start_method() == context
+    evaluating: Any = one.get_eval_dataloader(ROWS)
+    assert evaluating.in_order and evaluating._reader.in_order, "predictions are matched to samples by position"
     usual: Any = trainer(tmp_path, ROWS, dataloader_num_workers=2).get_train_dataloader()
     assert (usual.persistent_workers, usual.prefetch_factor, usual.in_order) == (False, 2, True)
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import importlib
 import math
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -121,6 +123,20 @@ def test_a_users_schedule_that_follows_a_metric_steps_with_it(tmp_path: Path) ->
     resumed = build(5, resume_from_checkpoint=True)
     resumed.train()
     assert resumed.get_learning_rates() == pytest.approx([1e-5])
+
+
+def test_a_trainer_is_freed_though_a_class_of_schedules_knows_it(tmp_path: Path) -> None:
+    class Own(Trainer):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            class Known(torch.optim.lr_scheduler.LambdaLR):
+                trainer = self
+
+            self.lr_scheduler = Known(self.optimizer, lambda step: 1.0)
+            return self.lr_scheduler
+
+    model = weakref.ref(trained(tmp_path, ROWS, cls=Own, max_steps=1).model)
+    gc.collect()
+    assert model() is None
 
 
 def test_other_data_on_resume_names_the_way_out(tmp_path: Path) -> None:

@@ -211,3 +211,20 @@ def told() -> Any:
 @pytest.mark.parametrize("settings", ["clipped", "smoothed"])
 def test_a_classifier_trains_as_with_the_trainer_of_transformers(settings: str, tmp_path: Path) -> None:
     assert_same(_case(told, text_rows(40), **SETTINGS[settings]), tmp_path, GOLDEN)
+
+
+def test_a_model_that_ignores_the_count_is_accumulated_rightly_without_being_told(tmp_path: Path) -> None:
+    """The reference takes ``**kwargs`` for a promise, and sums the means of the micro-batches: twice the loss."""
+    import transformers
+
+    rows = text_rows(40)
+    whole, parts = (
+        _case(classifier, rows, per_device_train_batch_size=4),
+        _case(classifier, rows, gradient_accumulation_steps=2),
+    )
+    losses: list[list[float]] = []
+    for lib, case in ((trainer_lib, whole), (trainer_lib, parts), (transformers, parts)):
+        one = case.pattern(Make(lib, tmp_path / str(len(losses))))
+        one.train()
+        losses.append([entry["loss"] for entry in one.state.log_history if "loss" in entry])
+    assert losses[1] == pytest.approx(losses[0], rel=2e-6) and losses[2][0] == pytest.approx(2 * losses[0][0])

@@ -144,6 +144,13 @@ def test_every_overridable_method_is_called_by_a_run(tmp_path: Path) -> None:
     assert exercise(str(tmp_path)) == SURFACE["called"]
 
 
+def test_no_public_method_of_the_reference_is_left_out() -> None:
+    reference = surface.SURFACE["Trainer_methods"]
+    foreign = {"get_cp_size", "get_sp_size", "get_tp_size"}  # of parallelism inside a layer
+    public = {name for name in reference if not name.startswith("_")} - foreign
+    assert public <= {*SURFACE["called"], *SURFACE["called_by_users_only"]}
+
+
 def test_signatures_are_the_references() -> None:
     for name, parameters in SURFACE["signatures"].items():
         found = [p for p in inspect.signature(getattr(Trainer, name)).parameters if p != "self"]

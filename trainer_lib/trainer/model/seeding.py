@@ -79,11 +79,14 @@ def part_seeds(model: nn.Module, *numbers: int) -> None:
 @contextlib.contextmanager
 def keep_seeds(model: nn.Module) -> Iterator[None]:
     """Restore the seeds of a model after a block."""
-    before = capture_seeds(model)
+    before = {name: seed.detach().clone() for name, seed in _seeds(model).items()}
     try:
         yield
     finally:
-        restore_seeds(model, before)
+        with torch.no_grad():
+            for name, seed in _seeds(model).items():
+                if name in before:
+                    seed.copy_(before[name])
 
 
 def _seeds(model: nn.Module) -> dict[str, torch.Tensor]:
