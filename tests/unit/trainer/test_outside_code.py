@@ -131,7 +131,7 @@ def test_a_trainer_is_freed_though_a_class_of_schedules_knows_it(tmp_path: Path)
             class Known(torch.optim.lr_scheduler.LambdaLR):
                 trainer = self
 
-            self.lr_scheduler = Known(self.optimizer, lambda step: 1.0)
+            self.lr_scheduler = Known(optimizer, lambda step: 1.0)
             return self.lr_scheduler
 
     model = weakref.ref(trained(tmp_path, ROWS, cls=Own, max_steps=1).model)
