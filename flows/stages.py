@@ -49,7 +49,7 @@ class Stage:
     places: Callable[[StageManifest], Mapping[str, str]] = lambda manifest: {}
     # Returns what is wrong with a committed result beyond the stage's folder, or None.
     inspect: Callable[[Any, StageContext, StageManifest], str | None] = lambda *_: None
-    # Logs to MLflow what only this stage has besides metrics; the last argument is False for a cached one.
+    # Logs to MLflow what only this stage has in addition to metrics; the last argument is False for a cached one.
     track: Callable[[TrackedRun, StageManifest, bool], None] = lambda *_: None
 
     def is_enabled(self, spec: PipelineSpec) -> bool:

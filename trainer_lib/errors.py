@@ -375,7 +375,7 @@ def is_lost_peer(error: BaseException) -> bool:
     if isinstance(error, TrainflowError):
         cause = error.__cause__
         return isinstance(error, InfrastructureError) and cause is not None and is_lost_peer(cause)
-    if is_out_of_memory(error):  # NCCL reports it as an error of its own
+    if is_out_of_memory(error):  # NCCL reports it as its own error
         return False
     names = {cls.__name__ for cls in type(error).__mro__}
     text = str(error).lower()

@@ -89,7 +89,7 @@ class Spec:
     ) -> Run:
         """Run the pipeline in this process, and return the run. What is committed already is not run again.
 
-        Workers train in processes of their own, so this works in a notebook and inside of a running event loop, which
+        Workers train in separate processes, so this works in a notebook and inside of a running event loop, which
         it blocks: there, ``await asyncio.to_thread(spec.run)``.
 
         Args:
@@ -108,7 +108,7 @@ class Spec:
         return Run.of(run_here(self.settings, progress=progress, **choice))
 
     def sweep(self, *, progress: bool = True) -> SweepResult:
-        """Run the trials that its section `sweep` describes, in processes of their own, and return what they came to.
+        """Run the trials that its section `sweep` describes, in separate processes, and return what they came to.
 
         The same call continues with a sweep that was interrupted; no trial runs twice.
 

@@ -8,7 +8,7 @@ metrics are compared, with a tolerance that the outcome states.
 
 `trainflow prove-resume`: a spec's training, once uninterrupted and once stopped and resumed, compared bit by bit.
 
-Both run through the launcher and the recipe that the pipeline uses, on a storage of their own; the pipeline's storage
+Both run through the launcher and the recipe that the pipeline uses, on separate storages; the pipeline's storage
 is only read (prepared data that is committed there), MLflow and hubs are left alone. Nothing heavy runs in this
 process. The outcome is JSON under a seal: the SHA-256 of everything else in it.
 """

@@ -40,7 +40,7 @@ _CONVERSATIONS_BYTES = 4 << 20
 ANSWER_S = 5.0
 """Seconds that a server has to answer."""
 _LOADING_BYTES = 20_000
-"""Bytes of a checkpoint besides weights and optimizer: counters, generators, the schedule."""
+"""Bytes of a checkpoint without weights and optimizer: counters, generators, the schedule."""
 
 
 @dataclass(frozen=True)
@@ -262,7 +262,7 @@ def _room(plan: Plan, args: TrainingArguments, found: Forecast) -> Room:
     # The oldest goes after the newest is complete; the best one may stay with those that are kept.
     most = saves if not limit else limit + 1 + bool(args.load_best_model_at_end)
     model = 0 if estimate is None else estimate.size.stored_bytes
-    # Published once more, besides the export of the stage.
+    # Published once more, in addition to the export of the stage.
     copies = 2 if plan.spec.publish.enabled and plan.spec.publish.to is None else 1
     return Room(size, min(saves, most), copies * model, Store.open(plan.spec.storage).free_bytes())
 
@@ -300,7 +300,7 @@ class FullPlan:
 
     @property
     def can_work(self) -> bool:
-        """Whether nothing is known that would make the run fail."""
+        """Whether no known obstacle would make the run fail."""
         return not self.obstacles
 
     @property

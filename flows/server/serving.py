@@ -359,7 +359,7 @@ def _deployment(spec: PipelineSpec, name: str, schedule: PrefectSchedule | None,
 HEARTBEAT_S = 30
 # Four beats: a busy machine may miss one.
 _SILENT = timedelta(seconds=4 * HEARTBEAT_S)
-# A crash counts when the run had begun; one that never began would only crash again, at once and for ever.
+# A crash counts once the run has started; a run that never started would only crash again, immediately.
 _LONGEST = timedelta(days=60)
 # A worker's second report comes seconds after the first one, on a busy machine ten.
 _REPORTED = timedelta(seconds=20)

@@ -200,7 +200,7 @@ def _check_trained(spec: PipelineSpec, name: str, field: str) -> None:
 
 
 def _adds_some(spec: PipelineSpec) -> bool:
-    """Whether a Trainer or callbacks of the recipe may log metrics of their own."""
+    """Whether a Trainer or callbacks of the recipe may log further metrics."""
     recipes = [top_level_names(Path(recipe)) for recipe in {spec.train.recipe or spec.recipe, spec.recipe}]
     return any(names is None or names & {"Trainer", "callbacks"} for names in recipes)
 

@@ -111,7 +111,7 @@ def in_one_group(folder: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """What two ranks find in one group: forming it takes longer than these trainings."""
+    """Findings of two ranks in one group: forming it takes longer than these trainings."""
     return run_distributed(in_one_group, 2, str(tmp_path_factory.mktemp("two")), timeout_s=120)
 
 

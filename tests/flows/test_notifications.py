@@ -99,9 +99,9 @@ def test_a_block_of_prefect_sends_too() -> None:
     assert posts == [{"text": "toy failed"}]
 
 
-# -- the automation of Prefect that docs/operations.md shows, on a server of its own -----------------------------------
+# -- the automation of Prefect that docs/operations.md shows, on a separate server -------------------------------------
 
-# In a process of its own: Prefect reads its settings once.
+# In a separate process: Prefect reads its settings once.
 CRASH = """
 import sys
 from prefect import flow

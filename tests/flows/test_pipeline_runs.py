@@ -157,7 +157,7 @@ def test_a_failed_run_is_failed_and_taken_up_again(folder: Path) -> None:
     past = list_runs(str(folder / "store"))[0]
     assert (past.status, past.failed, past.mlflow_run_id) == ("FAILED", "evaluate", failed.mlflow_run_id)
     assert list(past.stages) == ["prepare-data", "train", "predict"]
-    assert tracked(folder).mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run goes on
+    assert tracked(folder).mlflow_run_id == failed.mlflow_run_id  # the same spec and code: the same run resumes
     (folder / "recipe.py").write_text(recipe)
     assert mlflow_run(tracked(folder)).info.status == "FINISHED"
 

@@ -60,7 +60,7 @@ class Unset(int):
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """The declaration of an argument, besides its type and default."""
+    """The declaration of an argument, without its type and default."""
 
     # See the module's docstring; a field that a subclass adds without `arg` can change everything.
     affects: Affects = "weights"

@@ -57,7 +57,7 @@ class Snapshot:
     trainer_state: dict[str, Any] = field(default_factory=dict)
     training_args: dict[str, Any] = field(default_factory=dict)
     files: Mapping[str, bytes] = field(default_factory=dict)  # further files: ``config.json``, a tokenizer's
-    meta: dict[str, Any] = field(default_factory=dict)  # of the commit, besides step, world size and files; JSON
+    meta: dict[str, Any] = field(default_factory=dict)  # of the commit, without step, world size and files; JSON
     parts: LocalShard | None = None  # this rank's parts of a sharded model and optimizer; None: the tensors are whole
     # Tensors that are neither the model's nor the optimizer's; the JSON parts refer to them by name.
     extra: Mapping[str, Tensor] = field(default_factory=dict)

@@ -97,7 +97,7 @@ class Card:
     arguments: Mapping[str, Any] = field(default_factory=dict)  # training arguments that differ from their defaults
     facts: Mapping[str, Any] = field(default_factory=dict)  # other numbers (parameters, optimizer steps, samples seen)
     versions: Mapping[str, str] = field(default_factory=dict)
-    files: Sequence[FileEntry] = ()  # what is published besides the card
+    files: Sequence[FileEntry] = ()  # what is published with the card
     library: str = "trainflow"  # the library that loads the model
     # language, tasks: as the Hub names them ("en", "text-classification").
     language: Sequence[str] = ()

@@ -108,7 +108,7 @@ class KerasOptimizer(torch.optim.Optimizer):
         for name, remedy in _OWN_LOOPS.items():
             if getattr(optimizer, name, None):
                 raise refusal("optimizers", "The Keras optimizer does by itself what the Trainer does.", remedy, name)
-        self.keras_optimizer = optimizer  # the Keras optimizer
+        self.keras_optimizer = optimizer
         self._device = device
         self._variables = list(variables)
         with placed_on(device):

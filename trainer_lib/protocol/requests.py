@@ -234,7 +234,7 @@ class ModelRequest(Request[R], Generic[R]):
     data: PreparedData
     model: dict[str, Any] = field(default_factory=dict)  # settings that build_model is given
     args: dict[str, Any] = field(default_factory=dict)  # training arguments by name
-    # Those that the spec asks for, measured by evaluations besides those of compute_metrics.
+    # Those that the spec asks for, measured by evaluations in addition to those of compute_metrics.
     metrics: tuple[MetricCall, ...] = ()
 
     def model_options(self) -> dict[str, Any]:
@@ -396,7 +396,7 @@ class MeasureRowsRequest(FoundModelRequest[MeasureRowsResult], verb="measure_row
     # data, split: the prepared split with the rows in place of files; its own rows decide the resamples.
     data: PreparedData | None = None
     split: str = ""
-    metrics: tuple[MetricCall, ...] = ()  # those that are measured besides those of compute_metrics
+    metrics: tuple[MetricCall, ...] = ()  # measured in addition to those of compute_metrics
     confidence: float = 0.95  # the probability that an interval holds its metric
     resamples: int = 1000  # of the rows, for intervals and comparisons
     wants_outcomes: bool = False  # return what a report shows of the rows

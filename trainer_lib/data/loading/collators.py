@@ -339,7 +339,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
         return inputs, labels
 
     def _draw_numbers(self, shape: torch.Size) -> torch.Tensor:
-        """Three uniform numbers per token, ``[3, batch, sequence]``; a sample with a seed has numbers of its own."""
+        """Three uniform numbers per token, ``[3, batch, sequence]``; a sample with a seed has its own numbers."""
         draws, seeds = torch.ones(3, *shape), seeds_of_samples.get()  # 1 at padding, which is above every share
         if self.seed is not None and self._generator is None:
             self._generator = torch.Generator().manual_seed(self.seed)
@@ -365,7 +365,7 @@ class DataCollatorForLanguageModeling(DataCollatorMixin):
                 if special[row, column]:
                     first = -1  # the next token begins a word
                 else:
-                    # A word goes on where the text does: without a gap after the token before.
+                    # A word continues where the text does: without a gap after the token before.
                     first = column if first < 0 or start != before else first
                     of_words[row, column] = chance[row, first]
                 before = end

@@ -84,7 +84,7 @@ class Schema:
     ) -> pa.RecordBatch:
         """Convert `rows`, numbered from `first_row`, to a record batch ``[rows]``. Raises DataError for other types.
 
-        Rows without ids of their own get ids from `first_id` on; None: from `first_row` on.
+        Rows without ids get ids from `first_id` on; None: from `first_row` on.
         """
         lowest = first_row if first_id is None else first_id
         for index, row in enumerate(rows):

@@ -50,7 +50,7 @@ class Reading:
     partitions: bool = False  # whether folders such as year=2024 are columns
     decimal: str | None = None  # the mark before the fraction of a number
     thousands: str | None = None  # the mark between its thousands; a space is any space
-    na_values: Sequence[str] = ()  # texts that stand for no value, besides the usual ones
+    na_values: Sequence[str] = ()  # texts that mean a missing value, in addition to the usual ones
     answer: str | None = None  # the one of `columns` that files of new rows may lack
 
     def __post_init__(self) -> None:

@@ -97,7 +97,7 @@ def collate_documents(rows: Sequence[Mapping[str, Any]], *, pad: int) -> dict[st
 def require_isolation(model: nn.Module, *, vocabulary: int, length: int, isolate: str) -> None:
     """Refuse a model for which documents of one row are not apart. It is tried, with documents of a few tokens.
 
-    The model takes `input_ids` and what `collate_packed` gives besides, and returns `logits`
+    The model takes `input_ids` and what `collate_packed` adds, and returns `logits`
     ``[batch, tokens, vocabulary]``; a row has up to `length` tokens.
 
     Raises:
